@@ -1,0 +1,381 @@
+"""Every setting of a run, with its meaning: one YAML file, checked once, frozen from then on.
+
+Settings are strict: an unknown key, a text where a number belongs or a value out of range is an error that names the
+key. The descriptions below are what ``nestsp config`` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nestsp.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "ClusterConfig",
+    "DataConfig",
+    "ModelConfig",
+    "PlannerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "describe_settings",
+    "load_config",
+    "parse_config",
+    "to_yaml",
+]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The model: a Transformers config, from which an unmodified model is made."""
+
+    config: str | dict[str, Any] = Field(
+        description="a Transformers model config: the path of a config.json (or its folder), or its keys written here, "
+        "model_type among them"
+    )
+
+
+class DataConfig(_Section):
+    """The corpus and how it becomes batches."""
+
+    source: str = Field(
+        "stdlib",
+        description="'stdlib' (each top-level function and class of the Python standard library), a .jsonl file whose "
+        "lines have a 'text' field, or a folder of text files",
+    )
+    tokenizer: str = Field(
+        "bytes",
+        description="'bytes' (256 tokens, one a byte), or the folder or name of a Hugging Face tokenizer",
+    )
+    append_eos: bool = Field(
+        True,
+        description="end every sample with the tokenizer's end-of-text token, if it has one ('bytes' has none)",
+    )
+    max_length: PositiveInt | None = Field(None, description="longest sample, in tokens; null for no limit")
+    over_length: Literal["error", "drop", "truncate", "split"] = Field(
+        "error",
+        description="what happens to a sample that is longer than max_length: error, drop, truncate or split",
+    )
+    tokens_per_step: PositiveInt | None = Field(
+        None,
+        description="tokens of one optimizer step over all ranks: samples are taken in order until the next would "
+        "exceed it (one longer sample is a step of its own); give this or sequences_per_step",
+    )
+    sequences_per_step: PositiveInt | None = Field(
+        None, description="samples of one optimizer step over all ranks; give this or tokens_per_step"
+    )
+    seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
+    cache_dir: str = Field(".nestsp/stores", description="folder in which tokenised corpora are kept")
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> DataConfig:
+        if (self.tokens_per_step is None) == (self.sequences_per_step is None):
+            given = "neither" if self.tokens_per_step is None else "both"
+            raise ValueError(
+                f"data has {given} of tokens_per_step and sequences_per_step, but needs exactly one; "
+                "set one of them and leave the other out"
+            )
+        return self
+
+
+class ClusterConfig(_Section):
+    """The ranks and what they run on."""
+
+    ranks: PositiveInt | None = Field(
+        None,
+        description="ranks that `nestsp train` starts on this host; null for one a GPU, or one without GPUs. Under "
+        "torchrun, torchrun's number counts, and must equal this if it is given",
+    )
+    tree: tuple[Annotated[int, Field(ge=2)], ...] | None = Field(
+        None,
+        description="fan-outs of the group tree from the root down, such as [2, 2]; null for the prime factors of the "
+        "number of hosts, then of the ranks in a host",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto takes GPUs if there is one for every rank of the host"
+    )
+    timeout_s: PositiveFloat = Field(
+        600.0, description="seconds after which a collective that does not end is an error"
+    )
+
+
+class PlannerConfig(_Section):
+    """How a batch is placed on the groups."""
+
+    name: str = Field("nsp", description="the planner: nsp (nested groups) or static (one degree for all)")
+    degree: PositiveInt | None = Field(
+        None, description="ranks a sequence is split over; for the static planner only"
+    )
+    max_tokens_per_rank: PositiveInt = Field(
+        description="hard cap: tokens that one rank holds in one microbatch, after splitting; a sequence of 4,096 on 4 "
+        "ranks needs 1,024"
+    )
+
+
+class TrainConfig(_Section):
+    """Optimisation, precision and saving."""
+
+    steps: PositiveInt | None = Field(None, description="optimizer steps to run; give this or epochs")
+    epochs: PositiveInt | None = Field(None, description="passes over the corpus; give this or steps")
+    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate of AdamW")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="learning rate at the end of the cosine, over its peak"
+    )
+    warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up before the cosine")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="AdamW's decoupled weight decay, on weights with two or more dimensions"
+    )
+    beta1: Fraction = Field(0.9, description="AdamW's first moment decay")
+    beta2: Fraction = Field(0.95, description="AdamW's second moment decay")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
+    max_grad_norm: PositiveFloat | None = Field(
+        1.0, description="gradients are scaled down to this norm; null for never"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
+        "float32 on CPUs",
+    )
+    recompute: bool = Field(
+        True, description="recompute each layer in the backward pass instead of keeping it"
+    )
+    loss_slice_tokens: PositiveInt = Field(
+        2048, description="tokens whose logits exist at one time; smaller needs less memory"
+    )
+    seed: NonNegativeInt = Field(
+        0, description="of the initial weights and of all random numbers in training"
+    )
+    checkpoint_every: PositiveInt | None = Field(
+        None, description="steps between checkpoints; null for one at the end only"
+    )
+    export: bool = Field(True, description="write the final weights in Hugging Face format")
+
+    @model_validator(mode="after")
+    def _one_duration(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise ValueError(
+                f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
+            )
+        return self
+
+
+class RunConfig(_Section):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        "run", description="runs are written to <runs_dir>/<name>-<n>"
+    )
+    runs_dir: str = Field("runs", description="folder of all runs")
+    model: ModelConfig
+    data: DataConfig
+    cluster: ClusterConfig = ClusterConfig()
+    planner: PlannerConfig
+    train: TrainConfig
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's settings from a YAML file.
+
+    Args:
+        path: The file. Paths inside it are relative to the working directory.
+        overrides: ``"section.key=value"``, later ones win; values are read as YAML.
+
+    Raises:
+        ConfigError: The file is missing or no YAML mapping, or a setting is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the config is {path}, but there is no such file; give the path of a run's YAML"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {path} cannot be read: {error}") from None
+    return parse_config(text, overrides, source=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
+    """Read a run's settings from YAML text; see `load_config`."""
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{source} is {type(data).__name__}, but it must be a mapping of settings; see `nestsp config`"
+        )
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        # Through JSON, so that lists may become tuples while everything else stays strict.
+        return RunConfig.model_validate_json(json.dumps(data, allow_nan=True))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, source)) from None
+    except TypeError as error:  # a date, a set, or a key that is no text
+        raise ConfigError(
+            f"{source} has a value that is no setting: {error}; write it as text in quotes"
+        ) from None
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All settings, defaults included, as YAML that `parse_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe_settings() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, meaning) of every setting, sections in order; a section has an empty type."""
+    yield from _describe(RunConfig, "")
+
+
+def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield key, "", "", (kind.__doc__ or "").strip()
+            yield from _describe(kind, f"{key}.")
+        else:
+            default = "required" if field.is_required() else json.dumps(field.default)
+            yield key, _type_name(kind), default, field.description or ""
+
+
+def _type_name(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(_type_name(arg) for arg in args)
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null"}
+    return names.get(kind, str(kind))
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also reads 1e-3 as a number (YAML 1.2) and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set got {override!r}, but it must be section.key=value, such as train.steps=20")
+    try:
+        parsed = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {key} has the value {value!r}, which is not valid YAML; quote it") from None
+    _check_key_exists(parts, override)
+    target = data
+    for part in parts[:-1]:
+        inner = target.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"--set names {key}, but {part} is {inner!r} there, not a section; set {part} itself"
+            )
+        target = inner
+    target[parts[-1]] = parsed
+
+
+def _check_key_exists(parts: Sequence[str], override: str) -> None:
+    section: type[BaseModel] = RunConfig
+    for depth, part in enumerate(parts):
+        fields = section.model_fields
+        if part not in fields:
+            place = ".".join(parts[: depth + 1])
+            raise ConfigError(
+                f"--set names {place}, but there is no such setting{did_you_mean(part, fields)}"
+            )
+        kind = fields[part].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return  # the rest, if any, is inside a mapping such as model.config
+        section = kind
+    raise ConfigError(
+        f"--set {override!r} sets a whole section, but only single settings can be set; write "
+        f"{'.'.join(parts)}.key=value"
+    )
+
+
+def _sentence(error: ValidationError, source: str) -> str:
+    """The first problem as one sentence, and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = min(problems, key=lambda p: p["type"] != "extra_forbidden")  # a typo explains a missing key
+    place = _place(first["loc"])
+    value = first["input"]
+    match first["type"]:
+        case "extra_forbidden":
+            known = _fields_at(first["loc"][:-1])
+            text = f"{place} is no setting{did_you_mean(str(first['loc'][-1]), known)}" + (
+                "" if did_you_mean(str(first["loc"][-1]), known) else f"; known here: {', '.join(known)}"
+            )
+        case "missing":
+            text = f"{place} is missing, but it has no default; set it"
+        case "value_error":
+            text = str(first["ctx"]["error"])
+        case _:
+            rule = first["msg"].replace("Input should", "it must", 1)
+            text = f"{place} is {_short(value)}, but {rule}"
+    more = len(problems) - 1
+    return f"{source}: {text}" + (f" (and {more} more)" if more else "")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _place(loc: Iterable[int | str]) -> str:
+    # pydantic names the branch of a union that failed ("int", "dict[str,any]"): not part of the key
+    return ".".join(str(part) for part in loc if not _is_branch(part)) or "the config"
+
+
+def _is_branch(part: int | str) -> bool:
+    return isinstance(part, str) and (part in ("int", "float", "str") or "[" in part)
+
+
+def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:
+    section: type[BaseModel] = RunConfig
+    for part in loc:
+        kind = section.model_fields[str(part)].annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        section = kind
+    return section.model_fields

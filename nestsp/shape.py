@@ -1,0 +1,266 @@
+"""What planning needs to know of a model: its sizes, parameters and floating-point operations. No torch.
+
+Sizes come from the keys of a Transformers ``config.json``. Parameter counts are exact for the families listed in
+`FAMILIES` (a test compares them with the models); FLOP counts follow the usual rule of 2 per multiply-add, and count
+causal attention by the half square that is needed, not the square.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestsp.cluster import share
+from nestsp.errors import ConfigError, ModelError, did_you_mean
+
+__all__ = ["FAMILIES", "HeadShare", "ModelShape", "head_shares", "read_config_json"]
+
+# Transformers' own defaults (5.24) of the keys read here; what a config.json leaves out has these values.
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {"llama": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder-only language model.
+
+    Attributes:
+        family: Transformers' ``model_type``.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides ``num_heads``.
+        head_dim: Width of one head; heads × head_dim may differ from the hidden size.
+        intermediate_size: Width of a dense feed-forward block.
+        vocab_size: Rows of the embedding and of the head.
+        tied_embeddings: Embedding and head are one matrix.
+        attention_bias: The four attention projections have biases.
+        mlp_bias: The dense feed-forward projections have biases.
+        head_norms: Queries and keys are normalised per head (Qwen3).
+        num_moe_layers: Layers whose feed-forward block is a mixture of experts.
+        num_experts: Experts of such a layer.
+        experts_per_token: Experts that one token is sent to.
+        expert_intermediate_size: Width of one expert.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"the model's {name} is {value!r}, but it must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"the model has {self.num_heads} query heads, but they must be a multiple of its "
+                f"{self.num_kv_heads} key/value heads; change one of them"
+            )
+        if self.num_moe_layers and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"the model sends each token to {self.experts_per_token} experts, but has {self.num_experts}; "
+                "take at least 1 and at most that many"
+            )
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the keys of a Transformers config.
+
+        Raises:
+            ModelError: The family is not one that nestsp can run.
+            ConfigError: A size is missing or impossible.
+        """
+        family = config.get("model_type")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise ModelError(
+                f"model_type is {family!r}, but nestsp runs {', '.join(FAMILIES)}{did_you_mean(str(family), FAMILIES)}"
+            )
+        keys = {**FAMILIES[family], **config}
+        num_heads = keys["num_attention_heads"]
+        num_layers = keys["num_hidden_layers"]
+        kv_heads = keys["num_key_value_heads"]
+        moe_layers = 0
+        if family == "qwen3_moe" and keys["num_experts"] > 0:
+            dense = set(keys["mlp_only_layers"] or ())
+            sparse_step = keys["decoder_sparse_step"]
+            moe_layers = sum(1 for i in range(num_layers) if i not in dense and (i + 1) % sparse_step == 0)
+        return cls(
+            family=family,
+            num_layers=num_layers,
+            hidden_size=keys["hidden_size"],
+            num_heads=num_heads,
+            num_kv_heads=num_heads if kv_heads is None else kv_heads,
+            head_dim=keys["head_dim"] or keys["hidden_size"] // num_heads,
+            intermediate_size=keys["intermediate_size"],
+            vocab_size=keys["vocab_size"],
+            tied_embeddings=bool(keys["tie_word_embeddings"]),
+            attention_bias=bool(keys["attention_bias"]),
+            mlp_bias=bool(keys.get("mlp_bias", False)),
+            head_norms=family in ("qwen3", "qwen3_moe"),
+            num_moe_layers=moe_layers,
+            num_experts=keys["num_experts"] if moe_layers else 0,
+            experts_per_token=keys["num_experts_per_tok"] if moe_layers else 0,
+            expert_intermediate_size=keys["moe_intermediate_size"] if moe_layers else 0,
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries: heads × head size."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys, or of its values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention block."""
+        weights = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        biases = (self.query_width + 2 * self.kv_width + self.hidden_size) if self.attention_bias else 0
+        norms = 2 * self.head_dim if self.head_norms else 0
+        return weights + biases + norms
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """Parameters of one dense feed-forward block."""
+        biases = 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
+        return 3 * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden_size * self.expert_intermediate_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        router = self.hidden_size * self.num_experts
+        layers = self.num_layers * (self.attention_parameters + 2 * self.hidden_size)
+        layers += (self.num_layers - self.num_moe_layers) * self.dense_mlp_parameters
+        layers += self.num_moe_layers * (router + self.num_experts * self.expert_parameters)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return layers + embeddings + self.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that multiply one token: no embedding, and only its own experts."""
+        idle = self.num_moe_layers * (self.num_experts - self.experts_per_token) * self.expert_parameters
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self.num_parameters - idle - embedding
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Forward FLOPs of one token outside attention's score and value products."""
+        return 2 * self.num_active_parameters
+
+    def attention_flops(self, length: int) -> int:
+        """Forward FLOPs of causal attention over one sequence, all layers: two products over length²/2 pairs."""
+        return 2 * self.num_layers * self.query_width * length * (length + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The heads that one member of a group works for.
+
+    Attributes:
+        query: Its query heads; may be empty.
+        kv: The key/value heads that these need.
+        kv_of_query: For each of its query heads, the place of its key/value head in ``kv``.
+    """
+
+    query: range
+    kv: range
+    kv_of_query: tuple[int, ...]
+
+
+def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> tuple[HeadShare, ...]:
+    """Deal heads to the members of a group, as evenly as whole heads allow.
+
+    Key/value heads go where their queries are; one that several members need is replicated.
+
+    >>> [list(s.query) for s in head_shares(6, 3, 4)], [list(s.kv) for s in head_shares(6, 3, 4)]
+    ([[0], [1, 2], [3], [4, 5]], [[0], [0, 1], [1], [2]])
+    """
+    per_kv = num_heads // num_kv_heads
+    result = []
+    for member in range(degree):
+        query = share(num_heads, degree, member)
+        kv = range(query[0] // per_kv, query[-1] // per_kv + 1) if query else range(0)
+        result.append(HeadShare(query, kv, tuple(head // per_kv - kv.start for head in query)))
+    return tuple(result)
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Read a Transformers ``config.json``, given by its path or its folder's.
+
+    Raises:
+        ConfigError: There is no such file, or it holds no JSON object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.config is {str(path)!r}, but there is no config.json there; correct the path"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model.config {file} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.config {file} is a JSON {type(config).__name__}, but it must be an object")
+    return config

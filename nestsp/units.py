@@ -1,0 +1,57 @@
+"""Numbers as people read them. Inside the program all quantities are SI base units: seconds, bytes, tokens."""
+
+from __future__ import annotations
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "plural"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> format_bytes(512), format_bytes(66_571_993_088)
+    ('512 B', '62.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in _BINARY:
+        if abs(value) < 1024 or unit == _BINARY[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: int) -> str:
+    """A count with thousands separators.
+
+    >>> format_count(262144)
+    '262,144'
+    """
+    return f"{count:,}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with the unit that leaves one to three digits before the point.
+
+    >>> format_seconds(0.00042), format_seconds(0.042), format_seconds(4.2), format_seconds(4200)
+    ('420 µs', '42.0 ms', '4.20 s', '1 h 10 min')
+    """
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.99995:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> plural(1, "sequence"), plural(1200, "sequence")
+    ('1 sequence', '1,200 sequences')
+    """
+    return f"{format_count(count)} {noun}" if count == 1 else f"{format_count(count)} {noun}s"
