@@ -38,9 +38,7 @@ class SequenceBatch:
         object.__setattr__(self, "lengths", tuple(_whole(n, "length") for n in self.lengths))
         if len(set(self.ids)) != len(self.ids):
             twice = next(i for i in self.ids if self.ids.count(i) > 1)
-            raise DataError(
-                f"sequence {twice} is twice in one batch, but every sequence may be there once; remove one"
-            )
+            raise DataError(f"sequence {twice} is twice in one batch, but every sequence may be there once; remove one")
         for identity, length in zip(self.ids, self.lengths, strict=True):
             if length < 1:
                 raise DataError(
@@ -72,6 +70,4 @@ def _whole(value: int, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise DataError(
-            f"a sequence's {what} is {value!r}, but it must be a whole number; round it first"
-        ) from None
+        raise DataError(f"a sequence's {what} is {value!r}, but it must be a whole number; round it first") from None

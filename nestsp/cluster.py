@@ -109,9 +109,7 @@ class GroupTree:
             if self.degree(level) == degree:
                 return level
         have = ", ".join(str(self.degree(level)) for level in reversed(range(self.num_levels)))
-        raise ConfigError(
-            f"the degree asked for is {degree}, but the tree {self} has only degrees {have}; take one"
-        )
+        raise ConfigError(f"the degree asked for is {degree}, but the tree {self} has only degrees {have}; take one")
 
     def group(self, level: int, rank: int) -> Group:
         """The group of a level that a rank belongs to."""

@@ -120,9 +120,7 @@ class PlannerConfig(_Section):
     """How a batch is placed on the groups."""
 
     name: str = Field("nsp", description="the planner: nsp (nested groups) or static (one degree for all)")
-    degree: PositiveInt | None = Field(
-        None, description="ranks a sequence is split over; for the static planner only"
-    )
+    degree: PositiveInt | None = Field(None, description="ranks a sequence is split over; for the static planner only")
     max_tokens_per_rank: PositiveInt = Field(
         description="hard cap: tokens that one rank holds in one microbatch, after splitting; a sequence of 4,096 on 4 "
         "ranks needs 1,024"
@@ -153,15 +151,11 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
-    recompute: bool = Field(
-        True, description="recompute each layer in the backward pass instead of keeping it"
-    )
+    recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
-    seed: NonNegativeInt = Field(
-        0, description="of the initial weights and of all random numbers in training"
-    )
+    seed: NonNegativeInt = Field(0, description="of the initial weights and of all random numbers in training")
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
@@ -204,9 +198,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            f"the config is {path}, but there is no such file; give the path of a run's YAML"
-        ) from None
+        raise ConfigError(f"the config is {path}, but there is no such file; give the path of a run's YAML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config {path} cannot be read: {error}") from None
     return parse_config(text, overrides, source=str(path))
@@ -230,9 +222,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "con
     except ValidationError as error:
         raise ConfigError(_sentence(error, source)) from None
     except TypeError as error:  # a date, a set, or a key that is no text
-        raise ConfigError(
-            f"{source} has a value that is no setting: {error}; write it as text in quotes"
-        ) from None
+        raise ConfigError(f"{source} has a value that is no setting: {error}; write it as text in quotes") from None
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -309,9 +299,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         inner = target.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(
-                f"--set names {key}, but {part} is {inner!r} there, not a section; set {part} itself"
-            )
+            raise ConfigError(f"--set names {key}, but {part} is {inner!r} there, not a section; set {part} itself")
         target = inner
     target[parts[-1]] = parsed
 
@@ -322,9 +310,7 @@ def _check_key_exists(parts: Sequence[str], override: str) -> None:
         fields = section.model_fields
         if part not in fields:
             place = ".".join(parts[: depth + 1])
-            raise ConfigError(
-                f"--set names {place}, but there is no such setting{did_you_mean(part, fields)}"
-            )
+            raise ConfigError(f"--set names {place}, but there is no such setting{did_you_mean(part, fields)}")
         kind = fields[part].annotation
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             return  # the rest, if any, is inside a mapping such as model.config

@@ -238,9 +238,7 @@ class Plan:
         """
         try:
             if data["format"] != _FORMAT:
-                raise PlanError(
-                    f"the plan has format {data['format']}, but this version reads format {_FORMAT}"
-                )
+                raise PlanError(f"the plan has format {data['format']}, but this version reads format {_FORMAT}")
             tree = GroupTree(tuple(data["tree"]))
             plan = cls(
                 tree,
@@ -280,14 +278,10 @@ class Plan:
         return "\n".join(lines)
 
     def _draw(self, group: Group, by_group: Mapping[Group, Placement], first: str, rest: str) -> list[str]:
-        lines = [
-            f"{first}{group}  {self._content(by_group[group])}" if group in by_group else f"{first}{group}"
-        ]
+        lines = [f"{first}{group}  {self._content(by_group[group])}" if group in by_group else f"{first}{group}"]
         if group.level + 1 < self.tree.num_levels:
             degree = self.tree.degree(group.level + 1)
-            children = [
-                Group(group.level + 1, r, degree) for r in range(group.first_rank, group.ranks.stop, degree)
-            ]
+            children = [Group(group.level + 1, r, degree) for r in range(group.first_rank, group.ranks.stop, degree)]
             busy = [c for c in children if any(g.first_rank in c and g.level >= c.level for g in by_group)]
             for child in busy:
                 last = child is busy[-1]

@@ -44,9 +44,7 @@ class Loads:
     _group_tokens: list[dict[Group, int]] = field(repr=False)
 
     @classmethod
-    def empty(
-        cls, tree: GroupTree, shape: ModelShape, max_tokens_per_rank: int, num_microbatches: int
-    ) -> Loads:
+    def empty(cls, tree: GroupTree, shape: ModelShape, max_tokens_per_rank: int, num_microbatches: int) -> Loads:
         """Nothing placed yet."""
         sizes = (num_microbatches, tree.num_ranks)
         return cls(
@@ -114,9 +112,7 @@ def smallest_fitting_level(tree: GroupTree, max_tokens_per_rank: int, length: in
     return None
 
 
-def check_lengths(
-    tree: GroupTree, max_tokens_per_rank: int, names: Sequence[int], lengths: Sequence[int]
-) -> None:
+def check_lengths(tree: GroupTree, max_tokens_per_rank: int, names: Sequence[int], lengths: Sequence[int]) -> None:
     """Prove that every sequence fits on some group of the tree when it is alone.
 
     Args:

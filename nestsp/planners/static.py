@@ -60,9 +60,7 @@ class StaticPlanner:
                 return Plan.of_groups(self.tree, batch, loads.placed, "static")
         raise AssertionError("one microbatch for each sequence always fits")
 
-    def _pack(
-        self, batch: SequenceBatch, order: list[int], level: int, num_microbatches: int
-    ) -> Loads | None:
+    def _pack(self, batch: SequenceBatch, order: list[int], level: int, num_microbatches: int) -> Loads | None:
         loads = Loads.empty(self.tree, self.shape, self.max_tokens_per_rank, num_microbatches)
         bins = [(m, group) for m in range(num_microbatches) for group in self.tree.groups(level)]
         for position in order:
@@ -70,6 +68,6 @@ class StaticPlanner:
             room = [(m, group) for m, group in bins if loads.fits(m, group, length)]
             if not room:
                 return None
-            microbatch, group = min(room, key=lambda bin: (loads.peak_with(*bin, length), bin))
+            microbatch, group = min(room, key=lambda b: (loads.peak_with(b[0], b[1], length), b))
             loads.place(microbatch, group, position, length)
         return loads
