@@ -9,17 +9,19 @@ Every rank issues in increasing key and skips the groups it does not have, so al
 set of groups can deadlock. The order is never chosen by readiness, which differs between ranks. A group of one rank
 exchanges nothing; its one turn comes after all first turns, where it fills the first gap.
 
-The simulator and the executor both read these turns.
+The simulator and the executor both read these turns: the simulator a level's turns of one key together (`Schedule.steps`),
+the executor those of one rank (`Schedule.turns`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from nestsp.plan import Placement, Plan
 
-__all__ = ["Pass", "Schedule", "Turn", "make_schedule", "num_exchanges"]
+__all__ = ["Pass", "Schedule", "Step", "Turn", "make_schedule", "num_exchanges"]
 
 
 class Pass(Enum):
@@ -47,35 +49,77 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """The turns of one key: groups of one level, all at the same turn.
+
+    Attributes:
+        turn: What each of them does.
+        placements: The groups, by rank.
+    """
+
+    turn: Turn
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """The turns of every rank, microbatch and pass of a plan."""
+    """The turns of every rank, microbatch and pass of a plan.
+
+    Attributes:
+        plan: The plan.
+        streaming: Groups take turns. Otherwise each group takes all its turns before the next group's first, so nothing
+            hides an exchange.
+    """
 
     plan: Plan
+    streaming: bool = True
+
+    def steps(self, microbatch: int, which: Pass) -> tuple[Step, ...]:
+        """The turns of all ranks in one layer, in the one order that every rank follows."""
+        return _steps(self, self.plan.microbatches[microbatch].placements, which)
 
     def turns(self, microbatch: int, rank: int, which: Pass) -> tuple[Turn, ...]:
         """The turns of one rank in one layer, in the order in which they are taken."""
-        order = {level: position for position, level in enumerate(self.plan.level_order)}
-        last = len(order)
-        keyed: list[tuple[tuple[int, int], Turn]] = []
-        for placement in self.plan.microbatches[microbatch].on_rank(rank):
-            level, exchanges = placement.group.level, num_exchanges(placement, which)
-            for number in range(exchanges + 1):
-                position = order[level] if exchanges else last
-                keyed.append(((number, position), Turn(level, number, opens=exchanges > 0 and number == 0)))
-        return tuple(turn for _, turn in sorted(keyed, key=lambda item: item[0]))
+        return tuple(step.turn for step in _steps(self, self.plan.microbatches[microbatch].on_rank(rank), which))
 
 
-def make_schedule(plan: Plan) -> Schedule:
-    """The schedule of a checked plan."""
-    return Schedule(plan)
+def _steps(schedule: Schedule, placements: Iterable[Placement], which: Pass) -> tuple[Step, ...]:
+    order = {level: position for position, level in enumerate(schedule.plan.level_order)}
+    last = len(order)
+    keyed: dict[tuple[int, int, int], list[Placement]] = {}
+    for placement in placements:
+        level, exchanges = placement.group.level, num_exchanges(placement, which)
+        position = order[level] if exchanges else last
+        for number in range(exchanges + 1):
+            key = (number, position) if schedule.streaming else (position, number)
+            keyed.setdefault((*key, level), []).append(placement)
+    steps = []
+    for (first, second, level), groups in sorted(keyed.items(), key=lambda item: item[0]):
+        number, position = (first, second) if schedule.streaming else (second, first)
+        steps.append(Step(Turn(level, number, opens=position != last and number == 0), tuple(groups)))
+    return tuple(steps)
+
+
+def make_schedule(plan: Plan, *, streaming: bool = True) -> Schedule:
+    """The schedule of a checked plan.
+
+    Args:
+        plan: The plan.
+        streaming: Whether groups take turns, which is what training does.
+    """
+    return Schedule(plan, streaming)
 
 
 def num_exchanges(placement: Placement, which: Pass) -> int:
-    """How many collectives a group issues in one layer and pass.
+    """How many communications a group issues in one layer and pass.
 
-    Ulysses needs one exchange in and one out. With ``keep == "output"`` the recompute needs none: output and
-    log-sum-exp are there, and the backward pass brings queries, keys and values in its own first exchange.
+    Ulysses needs one exchange in and one out. A ring passes keys and values on once for each further member; in the
+    backward pass once more, to bring their gradients home. A hybrid needs both. With ``keep == "output"`` the recompute
+    needs none: output and log-sum-exp are there, and the backward pass brings queries, keys and values in its own first
+    exchange.
     """
-    if placement.group.degree == 1 or (which is Pass.RECOMPUTE and placement.keep == "output"):
+    degree, ring = placement.group.degree, placement.ring_degree
+    if degree == 1 or (which is Pass.RECOMPUTE and placement.keep == "output"):
         return 0
-    return 2
+    around = 0 if ring == 1 else ring if which is Pass.BACKWARD else ring - 1
+    return around + (2 if ring < degree else 0)

@@ -1,8 +1,9 @@
 """What planning needs to know of a model: its sizes, parameters and floating-point operations. No torch.
 
 Sizes come from the keys of a Transformers ``config.json``. Parameter counts are exact for the families listed in
-`FAMILIES` (a test compares them with the models); FLOP counts follow the usual rule of 2 per multiply-add, and count
-causal attention by the half square that is needed, not the square.
+`FAMILIES`, which training can run (a test compares them with the models), and for those in `PLANNED_FAMILIES`, which can
+be planned and simulated only. FLOP counts follow the usual rule of 2 per multiply-add, and count causal attention by the
+half square that is needed, not the square.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from nestsp.cluster import share
 from nestsp.errors import ConfigError, ModelError, did_you_mean
 
-__all__ = ["FAMILIES", "HeadShare", "ModelShape", "head_shares", "read_config_json"]
+__all__ = ["FAMILIES", "PLANNED_FAMILIES", "HeadShare", "ModelShape", "head_shares", "read_config_json"]
 
 # Transformers' own defaults (5.24) of the keys read here; what a config.json leaves out has these values.
 _LLAMA: dict[str, Any] = {
@@ -58,7 +59,40 @@ _QWEN3_MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
+_QWEN2: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# GPT-2 as Transformers writes it: learned positions, biases everywhere, a feed-forward block of two matrices.
+_GPT2: dict[str, Any] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "tie_word_embeddings": True,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {"llama": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE}
+PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "qwen2": _QWEN2, "mixtral": _MIXTRAL, "gpt2": _GPT2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +110,11 @@ class ModelShape:
         vocab_size: Rows of the embedding and of the head.
         tied_embeddings: Embedding and head are one matrix.
         attention_bias: The four attention projections have biases.
+        qkv_bias: Only the query, key and value projections have biases (Qwen 2).
         mlp_bias: The dense feed-forward projections have biases.
+        gated_mlp: A feed-forward block has a gate, which makes three matrices of two.
+        norm_bias: Normalisations have biases (GPT-2).
+        num_positions: Rows of a learned position embedding; 0 for rotary positions.
         head_norms: Queries and keys are normalised per head (Qwen3).
         num_moe_layers: Layers whose feed-forward block is a mixture of experts.
         num_experts: Experts of such a layer.
@@ -94,7 +132,11 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
+    norm_bias: bool = False
+    num_positions: int = 0
     head_norms: bool = False
     num_moe_layers: int = 0
     num_experts: int = 0
@@ -119,7 +161,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the keys of a Transformers config.
+        """Read the keys of a Transformers config of a model that is to be trained.
 
         Raises:
             ModelError: The family is not one that nestsp can run.
@@ -130,15 +172,36 @@ class ModelShape:
             raise ModelError(
                 f"model_type is {family!r}, but nestsp runs {', '.join(FAMILIES)}{did_you_mean(str(family), FAMILIES)}"
             )
-        keys = {**FAMILIES[family], **config}
+        return cls.for_planning(config)
+
+    @classmethod
+    def for_planning(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the keys of a Transformers config of a model that is to be planned or simulated.
+
+        Raises:
+            ModelError: The family's sizes are not known.
+            ConfigError: A size is missing or impossible.
+        """
+        family = config.get("model_type")
+        if not isinstance(family, str) or family not in PLANNED_FAMILIES:
+            raise ModelError(
+                f"model_type is {family!r}, but nestsp plans {', '.join(PLANNED_FAMILIES)}"
+                f"{did_you_mean(str(family), PLANNED_FAMILIES)}"
+            )
+        keys = {**PLANNED_FAMILIES[family], **config}
+        if family == "gpt2":
+            return _gpt2_shape(keys)
         num_heads = keys["num_attention_heads"]
         num_layers = keys["num_hidden_layers"]
         kv_heads = keys["num_key_value_heads"]
-        moe_layers = 0
+        moe_layers, num_experts, expert_size = 0, 0, 0
         if family == "qwen3_moe" and keys["num_experts"] > 0:
             dense = set(keys["mlp_only_layers"] or ())
             sparse_step = keys["decoder_sparse_step"]
             moe_layers = sum(1 for i in range(num_layers) if i not in dense and (i + 1) % sparse_step == 0)
+            num_experts, expert_size = keys["num_experts"], keys["moe_intermediate_size"]
+        elif family == "mixtral":
+            moe_layers, num_experts, expert_size = num_layers, keys["num_local_experts"], keys["intermediate_size"]
         return cls(
             family=family,
             num_layers=num_layers,
@@ -149,13 +212,14 @@ class ModelShape:
             intermediate_size=keys["intermediate_size"],
             vocab_size=keys["vocab_size"],
             tied_embeddings=bool(keys["tie_word_embeddings"]),
-            attention_bias=bool(keys["attention_bias"]),
+            attention_bias=bool(keys.get("attention_bias", False)),
+            qkv_bias=family == "qwen2",
             mlp_bias=bool(keys.get("mlp_bias", False)),
             head_norms=family in ("qwen3", "qwen3_moe"),
             num_moe_layers=moe_layers,
-            num_experts=keys["num_experts"] if moe_layers else 0,
+            num_experts=num_experts if moe_layers else 0,
             experts_per_token=keys["num_experts_per_tok"] if moe_layers else 0,
-            expert_intermediate_size=keys["moe_intermediate_size"] if moe_layers else 0,
+            expert_intermediate_size=expert_size if moe_layers else 0,
         )
 
     @property
@@ -172,15 +236,17 @@ class ModelShape:
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention block."""
         weights = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
-        biases = (self.query_width + 2 * self.kv_width + self.hidden_size) if self.attention_bias else 0
+        biases = self.query_width + 2 * self.kv_width if self.attention_bias or self.qkv_bias else 0
+        biases += self.hidden_size if self.attention_bias else 0
         norms = 2 * self.head_dim if self.head_norms else 0
         return weights + biases + norms
 
     @property
     def dense_mlp_parameters(self) -> int:
         """Parameters of one dense feed-forward block."""
-        biases = 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
-        return 3 * self.hidden_size * self.intermediate_size + biases
+        widenings = 2 if self.gated_mlp else 1
+        biases = widenings * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
+        return (widenings + 1) * self.hidden_size * self.intermediate_size + biases
 
     @property
     def expert_parameters(self) -> int:
@@ -188,21 +254,31 @@ class ModelShape:
         return 3 * self.hidden_size * self.expert_intermediate_size
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of all decoder layers together."""
+        router = self.hidden_size * self.num_experts
+        norms = 2 * self.hidden_size * (2 if self.norm_bias else 1)
+        layers = self.num_layers * (self.attention_parameters + norms)
+        layers += (self.num_layers - self.num_moe_layers) * self.dense_mlp_parameters
+        return layers + self.num_moe_layers * (router + self.num_experts * self.expert_parameters)
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside the decoder layers: embeddings, last normalisation and head."""
+        rows = self.vocab_size * (1 if self.tied_embeddings else 2) + self.num_positions
+        return self.hidden_size * (rows + (2 if self.norm_bias else 1))
+
+    @property
     def num_parameters(self) -> int:
         """All parameters, tied ones once."""
-        router = self.hidden_size * self.num_experts
-        layers = self.num_layers * (self.attention_parameters + 2 * self.hidden_size)
-        layers += (self.num_layers - self.num_moe_layers) * self.dense_mlp_parameters
-        layers += self.num_moe_layers * (router + self.num_experts * self.expert_parameters)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return self.layer_parameters + self.root_parameters
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that multiply one token: no embedding, and only its own experts."""
         idle = self.num_moe_layers * (self.num_experts - self.experts_per_token) * self.expert_parameters
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return self.num_parameters - idle - embedding
+        rows = (0 if self.tied_embeddings else self.vocab_size) + self.num_positions
+        return self.num_parameters - idle - rows * self.hidden_size
 
     @property
     def linear_flops_per_token(self) -> int:
@@ -212,6 +288,26 @@ class ModelShape:
     def attention_flops(self, length: int) -> int:
         """Forward FLOPs of causal attention over one sequence, all layers: two products over length²/2 pairs."""
         return 2 * self.num_layers * self.query_width * length * (length + 1)
+
+
+def _gpt2_shape(keys: Mapping[str, Any]) -> ModelShape:
+    hidden_size, num_heads = keys["n_embd"], keys["n_head"]
+    return ModelShape(
+        family="gpt2",
+        num_layers=keys["n_layer"],
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=keys["n_inner"] or 4 * hidden_size,
+        vocab_size=keys["vocab_size"],
+        tied_embeddings=bool(keys["tie_word_embeddings"]),
+        attention_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_bias=True,
+        num_positions=keys["n_positions"],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,147 @@
+"""Bytes of one rank at the named moments of a step, of which the largest is its peak.
+
+- *loss slice*: the forward pass is over, one slice of logits exists;
+- *last backward*: the layers that keep everything are worked back, nothing of them is freed yet;
+- *recompute*: they are freed, and one layer that recomputes has everything it saves for its backward pass;
+- *update*: no activations, but the optimizer's temporaries.
+
+Each holds the model states and what is always there. What layers keep adds up over all groups that a rank works for:
+every count of tokens below is a rank's own sum over its groups. Sizes are those of Transformers' layers in bf16 with a
+fused attention kernel; normalisations keep a float32 copy of their input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nestsp.cluster import GroupTree
+from nestsp.cost.profile import CostProfile
+from nestsp.shape import ModelShape
+
+__all__ = ["MOMENTS", "MemoryCost", "RankTokens", "make_memory_cost"]
+
+Real = float | npt.NDArray[Any]
+
+MOMENTS = ("loss slice", "last backward", "recompute", "update")
+# Master parameter, gradient and AdamW's two moments, all float32.
+_STATE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankTokens:
+    """What one rank (or each of an array of ranks) holds in a microbatch.
+
+    Attributes:
+        local: Tokens, of all its groups.
+        exchanged: Tokens of its groups of several ranks, as its heads see them: the group's tokens × the rank's heads /
+            all heads; for keys and values likewise, but by key/value heads, the larger of the two.
+        kept: Tokens of its groups that keep their attention's output.
+    """
+
+    local: Real
+    exchanged: Real
+    kept: Real
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCost:
+    """Coefficients in bytes.
+
+    Attributes:
+        num_layers: Decoder layers.
+        states: Model states, communicators and what no term explains.
+        gathered: The root unit with its gradient, two layers' parameters, one gradient and its float32 copy.
+        layer_input: Of each layer, per token: all that recomputation keeps of it.
+        kept_output: Of each layer, per kept token: attention output and log-sum-exp.
+        layer_local: Of one whole layer, per local token: all that its backward pass needs.
+        layer_exchanged: Of one whole layer, per exchanged token: its copies with the tokens of all members.
+        gradients: Of one layer in its backward pass, per local token.
+        exchange_buffers: Per exchanged token, of all exchanges in flight.
+        loss_hidden: Per local token: last hidden states and their gradient.
+        loss_slice: One slice of logits, in bf16 and float32, and its gradient.
+        update: Temporaries of the optimizer.
+    """
+
+    num_layers: int
+    states: float
+    gathered: float
+    layer_input: float
+    kept_output: float
+    layer_local: float
+    layer_exchanged: float
+    gradients: float
+    exchange_buffers: float
+    loss_hidden: float
+    loss_slice: float
+    update: float
+
+    @property
+    def fixed(self) -> float:
+        """Bytes that a rank without tokens has during a forward and backward pass."""
+        return self.states + self.gathered
+
+    def moments(self, tokens: RankTokens, num_kept_layers: int = 0) -> tuple[Real, ...]:
+        """Bytes at each of `MOMENTS`."""
+        recomputed = self.num_layers - num_kept_layers
+        whole = self.layer_local * tokens.local + self.layer_exchanged * tokens.exchanged
+        inputs = recomputed * (self.layer_input * tokens.local + self.kept_output * tokens.kept)
+        working = self.gradients * tokens.local + self.exchange_buffers * tokens.exchanged
+        kept = inputs + num_kept_layers * whole
+        return (
+            self.fixed + kept + self.loss_hidden * tokens.local + self.loss_slice,
+            self.fixed + kept + working,
+            self.fixed + inputs + (whole if recomputed else 0.0) + working,
+            self.states + self.update + 0.0 * tokens.local,
+        )
+
+    def peak_bytes(self, tokens: RankTokens, num_kept_layers: int = 0) -> Any:
+        """Bytes at the largest of the moments."""
+        return np.maximum.reduce([np.asarray(m, float) for m in self.moments(tokens, num_kept_layers)])
+
+    def least_bytes_per_token(self) -> float:
+        """Bytes that each local token costs at least, whatever the plan."""
+        return self.num_layers * self.layer_input + max(self.layer_local + self.gradients, self.loss_hidden)
+
+
+def make_memory_cost(
+    shape: ModelShape, tree: GroupTree, profile: CostProfile, *, loss_slice_tokens: int = 2048
+) -> MemoryCost:
+    """The coefficients of a model on a tree of ranks.
+
+    Args:
+        shape: The model.
+        tree: All ranks; parameters are sharded over them.
+        profile: Communicators and margin.
+        loss_slice_tokens: Tokens whose logits exist at one time.
+    """
+    hidden, query, kv = shape.hidden_size, shape.query_width, shape.kv_width
+    layer, root = shape.layer_parameters / shape.num_layers, shape.root_parameters
+    num_communicators = sum(tree.degree(level) > 1 for level in range(tree.num_levels))
+    states = _STATE_BYTES * shape.num_parameters / tree.num_ranks
+    norms = 2 * (4 + 2) * hidden + (2 * 4 * (query + kv) if shape.head_norms else 0)
+    attention = 2 * (query + 2 * kv) + 2 * query + 4 * shape.num_heads  # q, k, v, out, log-sum-exp
+    if shape.num_moe_layers:
+        width, top_k = shape.expert_intermediate_size, shape.experts_per_token
+        feed_forward = 2 * top_k * (2 * hidden + 4 * width)  # input and output of each expert, gate, up, act, product
+        feed_forward_gradients = 2 * top_k * (hidden + 2 * width)
+    else:
+        feed_forward = 2 * (4 if shape.gated_mlp else 2) * shape.intermediate_size
+        feed_forward_gradients = 2 * 2 * shape.intermediate_size
+    return MemoryCost(
+        num_layers=shape.num_layers,
+        states=states + num_communicators * profile.communicator_bytes + profile.margin_bytes,
+        gathered=2 * 2 * root + 2 * 2 * layer + (2 + 4) * layer,
+        layer_input=2 * hidden,
+        kept_output=2 * query + 4 * shape.num_heads,
+        layer_local=2 * hidden + norms + attention + 2 * hidden + feed_forward,
+        layer_exchanged=2 * (query + 2 * kv) + 2 * query + 4 * shape.num_heads,
+        gradients=2 * 2 * hidden + feed_forward_gradients,
+        exchange_buffers=2 * 2 * (3 * query + 2 * kv),
+        loss_hidden=2 * 2 * hidden,
+        loss_slice=loss_slice_tokens * shape.vocab_size * (2 + 4 + 4),
+        update=2 * 4 * shape.num_parameters / tree.num_ranks,
+    )
