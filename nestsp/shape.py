@@ -131,31 +131,34 @@ class ModelShape:
                 f"model_type is {family!r}, but nestsp runs {', '.join(FAMILIES)}{did_you_mean(str(family), FAMILIES)}"
             )
         keys = {**FAMILIES[family], **config}
-        num_heads = keys["num_attention_heads"]
-        num_layers = keys["num_hidden_layers"]
-        kv_heads = keys["num_key_value_heads"]
+        if "num_local_experts" in config:  # what Transformers 5 writes for num_experts
+            keys["num_experts"] = config["num_local_experts"]
+        num_heads = _size(keys, "num_attention_heads")
+        num_layers = _size(keys, "num_hidden_layers")
+        kv_heads = num_heads if keys["num_key_value_heads"] is None else _size(keys, "num_key_value_heads")
+        head_dim = _size(keys, "head_dim") if keys["head_dim"] else _size(keys, "hidden_size") // num_heads
         moe_layers = 0
-        if family == "qwen3_moe" and keys["num_experts"] > 0:
-            dense = set(keys["mlp_only_layers"] or ())
-            sparse_step = keys["decoder_sparse_step"]
+        if family == "qwen3_moe" and _size(keys, "num_experts", 0) > 0:
+            dense = _layers(keys, "mlp_only_layers")
+            sparse_step = _size(keys, "decoder_sparse_step")
             moe_layers = sum(1 for i in range(num_layers) if i not in dense and (i + 1) % sparse_step == 0)
         return cls(
             family=family,
             num_layers=num_layers,
-            hidden_size=keys["hidden_size"],
+            hidden_size=_size(keys, "hidden_size"),
             num_heads=num_heads,
-            num_kv_heads=num_heads if kv_heads is None else kv_heads,
-            head_dim=keys["head_dim"] or keys["hidden_size"] // num_heads,
-            intermediate_size=keys["intermediate_size"],
-            vocab_size=keys["vocab_size"],
-            tied_embeddings=bool(keys["tie_word_embeddings"]),
-            attention_bias=bool(keys["attention_bias"]),
-            mlp_bias=bool(keys.get("mlp_bias", False)),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=_size(keys, "intermediate_size"),
+            vocab_size=_size(keys, "vocab_size"),
+            tied_embeddings=_flag(keys, "tie_word_embeddings"),
+            attention_bias=_flag(keys, "attention_bias"),
+            mlp_bias=family == "llama" and _flag(keys, "mlp_bias"),
             head_norms=family in ("qwen3", "qwen3_moe"),
             num_moe_layers=moe_layers,
-            num_experts=keys["num_experts"] if moe_layers else 0,
-            experts_per_token=keys["num_experts_per_tok"] if moe_layers else 0,
-            expert_intermediate_size=keys["moe_intermediate_size"] if moe_layers else 0,
+            num_experts=_size(keys, "num_experts") if moe_layers else 0,
+            experts_per_token=_size(keys, "num_experts_per_tok") if moe_layers else 0,
+            expert_intermediate_size=_size(keys, "moe_intermediate_size") if moe_layers else 0,
         )
 
     @property
@@ -212,6 +215,27 @@ class ModelShape:
     def attention_flops(self, length: int) -> int:
         """Forward FLOPs of causal attention over one sequence, all layers: two products over length²/2 pairs."""
         return 2 * self.num_layers * self.query_width * length * (length + 1)
+
+
+def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = keys[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be a whole number of at least {least}")
+    return value
+
+
+def _flag(keys: Mapping[str, Any], name: str) -> bool:
+    value = keys[name]
+    if not isinstance(value, bool):
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be true or false")
+    return value
+
+
+def _layers(keys: Mapping[str, Any], name: str) -> frozenset[int]:
+    value = keys[name]
+    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(i, int) for i in value)):
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be a list of layer numbers")
+    return frozenset(value or ())
 
 
 @dataclass(frozen=True, slots=True)
