@@ -9,7 +9,7 @@
 - In the ranks: one thread, float32, `torch.manual_seed(0)` before each run, warnings are errors.
 
 Price, measured here (2 cores, idle; torch 2.13.0+cpu, transformers 5.24.0, Python 3.11): the first
-run on 4 ranks 3.1 to 3.3 s, 3.0 s of it the one import; two more ranks 0.07 s; a run that does
+run on 4 ranks 3.1 to 3.3 s, nearly all of it the one import; two more ranks 0.07 s; a run that does
 nothing 12 / 23 / 46 / 70 ms on 1 / 2 / 4 / 6 ranks, nearly all of it gloo taking its group down
 (10 ms a rank); four ranks anew after a failure 0.06 s. An exception on some ranks costs 1 s more, and
 3 s more where a rank hears nothing of it.
