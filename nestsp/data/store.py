@@ -37,7 +37,7 @@ __all__ = ["Progress", "TokenStore", "open_store"]
 Progress = Callable[[int, int | None], None]
 """Told (items done, items in all or None), now and then while a store is built."""
 
-_FORMAT = 1
+_FORMAT = 1  # raise it with any change to what is written, or to how corpora are cut into documents
 _BATCH_TEXTS = 1024
 _BATCH_CHARACTERS = 1 << 20
 _HEADER_BYTES = 128
@@ -53,6 +53,7 @@ class TokenStore:
         digest: Of the tokens themselves and where documents start.
         skipped: (reason, number) of files that gave no document.
         tokens: unsigned integers [num_tokens], memory-mapped.
+        offsets: int64 [num_documents + 1], memory-mapped; document i is tokens offsets[i] to offsets[i + 1] - 1.
         lengths: int64 [num_documents], tokens of each document; may be 0.
     """
 
