@@ -68,6 +68,6 @@ class SequenceBatch:
 
 def _whole(value: int, what: str) -> int:
     try:
-        return operator.index(value)
+        return int(operator.index(value))  # int() also makes True a 1
     except TypeError:
         raise DataError(f"a sequence's {what} is {value!r}, but it must be a whole number; round it first") from None

@@ -208,11 +208,12 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "con
     """Read a run's settings from YAML text; see `load_config`."""
     try:
         data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+    except _YAML_ERRORS as error:
+        what = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")
+        raise ConfigError(f"{source} is not valid YAML: {what}") from None
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{source} is {type(data).__name__}, but it must be a mapping of settings; see `nestsp config`"
+            f"{source} is {'empty' if data is None else 'a ' + type(data).__name__}, but it must be a mapping of settings; see `nestsp config`"
         )
     for override in overrides:
         _apply_override(data, override)
@@ -221,13 +222,13 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "con
         return RunConfig.model_validate_json(json.dumps(data, allow_nan=True))
     except ValidationError as error:
         raise ConfigError(_sentence(error, source)) from None
-    except TypeError as error:  # a date, a set, or a key that is no text
+    except (TypeError, ValueError) as error:  # a date, a set, a key that is no text, a list inside itself
         raise ConfigError(f"{source} has a value that is no setting: {error}; write it as text in quotes") from None
 
 
 def to_yaml(config: RunConfig) -> str:
     """All settings, defaults included, as YAML that `parse_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def describe_settings() -> Iterator[tuple[str, str, str, str]]:
@@ -278,11 +279,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a text which `_Loader` would read as a number, and writes tuples as lists."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
+
+# PyYAML lets through what a date or number that cannot be raises, and too deep a nesting.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -292,12 +301,14 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set got {override!r}, but it must be section.key=value, such as train.steps=20")
     try:
         parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
+    except _YAML_ERRORS:
         raise ConfigError(f"--set {key} has the value {value!r}, which is not valid YAML; quote it") from None
     _check_key_exists(parts, override)
     target = data
     for part in parts[:-1]:
-        inner = target.setdefault(part, {})
+        if target.get(part) is None:  # absent, or a section with nothing in it
+            target[part] = {}
+        inner = target[part]
         if not isinstance(inner, dict):
             raise ConfigError(f"--set names {key}, but {part} is {inner!r} there, not a section; set {part} itself")
         target = inner
@@ -330,7 +341,7 @@ def _sentence(error: ValidationError, source: str) -> str:
     match first["type"]:
         case "extra_forbidden":
             known = _fields_at(first["loc"][:-1])
-            text = f"{place} is no setting{did_you_mean(str(first['loc'][-1]), known)}" + (
+            text = f"{'.'.join(map(str, first['loc']))} is no setting{did_you_mean(str(first['loc'][-1]), known)}" + (
                 "" if did_you_mean(str(first["loc"][-1]), known) else f"; known here: {', '.join(known)}"
             )
         case "missing":
@@ -338,9 +349,11 @@ def _sentence(error: ValidationError, source: str) -> str:
         case "value_error":
             text = str(first["ctx"]["error"])
         case _:
-            rule = first["msg"].replace("Input should", "it must", 1)
-            text = f"{place} is {_short(value)}, but {rule}"
-    more = len(problems) - 1
+            rules = [
+                re.sub("^(Input|String) should", "it must", p["msg"]) for p in problems if _place(p["loc"]) == place
+            ]
+            text = f"{place} is {_short(value)}, but {' or '.join(dict.fromkeys(rules))}"
+    more = len({_place(p["loc"]) for p in problems}) - 1  # a union has a problem for each of its types
     return f"{source}: {text}" + (f" (and {more} more)" if more else "")
 
 

@@ -237,29 +237,29 @@ class Plan:
             PlanError: The data are no plan, or one that breaks a rule.
         """
         try:
-            if data["format"] != _FORMAT:
+            if _whole(data["format"]) != _FORMAT:
                 raise PlanError(f"the plan has format {data['format']}, but this version reads format {_FORMAT}")
-            tree = GroupTree(tuple(data["tree"]))
+            tree = GroupTree(_whole_numbers(data["tree"]))
             plan = cls(
                 tree,
-                SequenceBatch(tuple(data["ids"]), tuple(data["lengths"])),
+                SequenceBatch(_whole_numbers(data["ids"]), _whole_numbers(data["lengths"])),
                 tuple(
                     Microbatch(
                         tuple(
                             Placement(
-                                Group(p["level"], p["first_rank"], tree.degree(p["level"])),
-                                tuple(p["sequences"]),
-                                p["ring_degree"],
+                                Group(_whole(p["level"]), _whole(p["first_rank"]), tree.degree(p["level"])),
+                                _whole_numbers(p["sequences"]),
+                                _whole(p["ring_degree"]),
                                 p["keep"],
                             )
-                            for p in microbatch["placements"]
+                            for p in _list(microbatch["placements"])
                         ),
-                        microbatch["num_kept_layers"],
+                        _whole(microbatch["num_kept_layers"]),
                     )
-                    for microbatch in data["microbatches"]
+                    for microbatch in _list(data["microbatches"])
                 ),
-                tuple(data["level_order"]),
-                data["planner"],
+                _whole_numbers(data["level_order"]),
+                _text(data["planner"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"the data are no plan: {type(error).__name__} {error}") from None
@@ -294,3 +294,28 @@ class Plan:
         lengths = sorted((self.batch.lengths[s] for s in placement.sequences), reverse=True)
         shown = " ".join(format_count(n) for n in lengths[:6]) + (" ..." if len(lengths) > 6 else "")
         return f"{plural(len(lengths), 'sequence')}, {plural(sum(lengths), 'token')}: {shown}"
+
+
+# JSON's true and 1.0 equal 1, but would change the digest.
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _list(values: object) -> list[Any]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r} is no list")
+    return values
+
+
+def _whole_numbers(values: object) -> tuple[int, ...]:
+    return tuple(_whole(value) for value in _list(values))

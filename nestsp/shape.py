@@ -1,9 +1,9 @@
 """What planning needs to know of a model: its sizes, parameters and floating-point operations. No torch.
 
 Sizes come from the keys of a Transformers ``config.json``. Parameter counts are exact for the families listed in
-`FAMILIES`, which training can run (a test compares them with the models), and for those in `PLANNED_FAMILIES`, which can
-be planned and simulated only. FLOP counts follow the usual rule of 2 per multiply-add, and count causal attention by the
-half square that is needed, not the square.
+`FAMILIES`, which training can run (a test compares them with the models), and for those in `PLANNED_FAMILIES`, of
+which the rest can be planned and simulated only. FLOP counts follow the usual rule of 2 per multiply-add, and count
+causal attention by the half square that is needed, not the square.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ _GPT2: dict[str, Any] = {
     "n_inner": None,
     "tie_word_embeddings": True,
 }
+# Which key has the width of one expert.
+_EXPERT_SIZE_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {"llama": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE}
 PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "qwen2": _QWEN2, "mixtral": _MIXTRAL, "gpt2": _GPT2}
 
@@ -191,35 +193,37 @@ class ModelShape:
         keys = {**PLANNED_FAMILIES[family], **config}
         if family == "gpt2":
             return _gpt2_shape(keys)
-        num_heads = keys["num_attention_heads"]
-        num_layers = keys["num_hidden_layers"]
-        kv_heads = keys["num_key_value_heads"]
-        moe_layers, num_experts, expert_size = 0, 0, 0
-        if family == "qwen3_moe" and keys["num_experts"] > 0:
-            dense = set(keys["mlp_only_layers"] or ())
-            sparse_step = keys["decoder_sparse_step"]
+        if "num_local_experts" in keys:  # what Mixtral and Transformers 5 write for num_experts
+            keys["num_experts"] = keys["num_local_experts"]
+        num_heads = _size(keys, "num_attention_heads")
+        num_layers = _size(keys, "num_hidden_layers")
+        kv_heads = num_heads if keys["num_key_value_heads"] is None else _size(keys, "num_key_value_heads")
+        head_dim = _size(keys, "head_dim") if keys["head_dim"] else _size(keys, "hidden_size") // num_heads
+        moe_layers = 0
+        if family == "mixtral":
+            moe_layers = num_layers
+        elif family == "qwen3_moe" and _size(keys, "num_experts", 0) > 0:
+            dense = _layers(keys, "mlp_only_layers")
+            sparse_step = _size(keys, "decoder_sparse_step")
             moe_layers = sum(1 for i in range(num_layers) if i not in dense and (i + 1) % sparse_step == 0)
-            num_experts, expert_size = keys["num_experts"], keys["moe_intermediate_size"]
-        elif family == "mixtral":
-            moe_layers, num_experts, expert_size = num_layers, keys["num_local_experts"], keys["intermediate_size"]
         return cls(
             family=family,
             num_layers=num_layers,
-            hidden_size=keys["hidden_size"],
+            hidden_size=_size(keys, "hidden_size"),
             num_heads=num_heads,
-            num_kv_heads=num_heads if kv_heads is None else kv_heads,
-            head_dim=keys["head_dim"] or keys["hidden_size"] // num_heads,
-            intermediate_size=keys["intermediate_size"],
-            vocab_size=keys["vocab_size"],
-            tied_embeddings=bool(keys["tie_word_embeddings"]),
-            attention_bias=bool(keys.get("attention_bias", False)),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=_size(keys, "intermediate_size"),
+            vocab_size=_size(keys, "vocab_size"),
+            tied_embeddings=_flag(keys, "tie_word_embeddings"),
+            attention_bias="attention_bias" in keys and _flag(keys, "attention_bias"),
             qkv_bias=family == "qwen2",
-            mlp_bias=bool(keys.get("mlp_bias", False)),
+            mlp_bias=family == "llama" and _flag(keys, "mlp_bias"),
             head_norms=family in ("qwen3", "qwen3_moe"),
             num_moe_layers=moe_layers,
-            num_experts=num_experts if moe_layers else 0,
-            experts_per_token=keys["num_experts_per_tok"] if moe_layers else 0,
-            expert_intermediate_size=expert_size if moe_layers else 0,
+            num_experts=_size(keys, "num_experts") if moe_layers else 0,
+            experts_per_token=_size(keys, "num_experts_per_tok") if moe_layers else 0,
+            expert_intermediate_size=_size(keys, _EXPERT_SIZE_KEY[family]) if moe_layers else 0,
         )
 
     @property
@@ -291,23 +295,44 @@ class ModelShape:
 
 
 def _gpt2_shape(keys: Mapping[str, Any]) -> ModelShape:
-    hidden_size, num_heads = keys["n_embd"], keys["n_head"]
+    hidden_size, num_heads = _size(keys, "n_embd"), _size(keys, "n_head")
     return ModelShape(
         family="gpt2",
-        num_layers=keys["n_layer"],
+        num_layers=_size(keys, "n_layer"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        intermediate_size=keys["n_inner"] or 4 * hidden_size,
-        vocab_size=keys["vocab_size"],
-        tied_embeddings=bool(keys["tie_word_embeddings"]),
+        intermediate_size=_size(keys, "n_inner") if keys["n_inner"] else 4 * hidden_size,
+        vocab_size=_size(keys, "vocab_size"),
+        tied_embeddings=_flag(keys, "tie_word_embeddings"),
         attention_bias=True,
         mlp_bias=True,
         gated_mlp=False,
         norm_bias=True,
-        num_positions=keys["n_positions"],
+        num_positions=_size(keys, "n_positions"),
     )
+
+
+def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = keys[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be a whole number of at least {least}")
+    return value
+
+
+def _flag(keys: Mapping[str, Any], name: str) -> bool:
+    value = keys[name]
+    if not isinstance(value, bool):
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be true or false")
+    return value
+
+
+def _layers(keys: Mapping[str, Any], name: str) -> frozenset[int]:
+    value = keys[name]
+    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(i, int) for i in value)):
+        raise ConfigError(f"the model's {name} is {value!r}, but it must be a list of layer numbers")
+    return frozenset(value or ())
 
 
 @dataclass(frozen=True, slots=True)

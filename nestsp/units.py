@@ -15,7 +15,7 @@ def format_bytes(num_bytes: float) -> str:
     """
     value = float(num_bytes)
     for unit in _BINARY:
-        if abs(value) < 1024 or unit == _BINARY[-1]:
+        if abs(value) < (1023.5 if unit == "B" else 1023.95) or unit == _BINARY[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
@@ -40,7 +40,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.99995:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
+    if seconds < 59.995:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -169,7 +169,8 @@ def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArr
     first, stop = edges[:-1], edges[1:]
     per_kv = shape.num_heads // shape.num_kv_heads
     kv = np.where(stop > first, (stop - 1) // per_kv - first // per_kv + 1, 0)
-    return (payload.query * (stop - first) + payload.kv * kv) * shape.head_dim
+    widths: npt.NDArray[np.int64] = (payload.query * (stop - first) + payload.kv * kv) * shape.head_dim
+    return widths
 
 
 def ulysses_bytes(shape: ModelShape, payload: Payload, tokens: int, degree: int) -> npt.NDArray[np.int64]:
@@ -185,7 +186,8 @@ def ulysses_bytes(shape: ModelShape, payload: Payload, tokens: int, degree: int)
         int64 [degree, degree], from member (row) to member (column); what a member keeps is on the diagonal.
     """
     sizes = np.array(share_sizes(tokens, degree), dtype=np.int64)
-    return sizes[:, None] * member_widths(shape, payload, degree)[None, :] * _ELEMENT_BYTES
+    sent: npt.NDArray[np.int64] = sizes[:, None] * member_widths(shape, payload, degree)[None, :] * _ELEMENT_BYTES
+    return sent
 
 
 def _num_hosts(cluster: Cluster, degree: int, num_ranks: int) -> int:

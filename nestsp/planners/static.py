@@ -62,12 +62,11 @@ class StaticPlanner:
 
     def _pack(self, batch: SequenceBatch, order: list[int], level: int, num_microbatches: int) -> Loads | None:
         loads = Loads.empty(self.tree, self.shape, self.max_tokens_per_rank, num_microbatches)
-        bins = [(m, group) for m in range(num_microbatches) for group in self.tree.groups(level)]
         for position in order:
             length = batch.lengths[position]
-            room = [(m, group) for m, group in bins if loads.fits(m, group, length)]
-            if not room:
+            best = loads.best_bin(level, length)
+            if best is None:
                 return None
-            microbatch, group = min(room, key=lambda b: (loads.peak_with(b[0], b[1], length), b))
+            _, microbatch, group = best
             loads.place(microbatch, group, position, length)
         return loads

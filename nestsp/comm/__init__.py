@@ -1,0 +1,1 @@
+"""Process groups of the tree, and the one exchange that attention needs."""

@@ -1,0 +1,136 @@
+"""Runs the microbatches of a plan, forward and backward. Gradients and loss come out as sums over targets.
+
+Every rank runs every microbatch, also with no tokens of its own: FSDP gathers parameters in each, and a rank that
+skipped one would hang the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nestsp.attention.local import Kernel, Segments
+from nestsp.attention.streaming import AttentionContext
+from nestsp.attention.ulysses import GroupWork
+from nestsp.comm.groups import Link
+from nestsp.errors import PlanError
+from nestsp.execute.local import LocalTokens, ReadTokens, load_local
+from nestsp.execute.measure import AttentionTimer
+from nestsp.plan import Plan
+from nestsp.schedule import Pass, Schedule, make_schedule
+from nestsp.shape import ModelShape, head_shares
+from nestsp.shard import GroupShard, rank_spans
+
+__all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalMicrobatch:
+    """What one rank needs to run one microbatch."""
+
+    tokens: LocalTokens
+    attention: AttentionContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalBatch:
+    """What one rank needs to run one plan."""
+
+    microbatches: tuple[LocalMicrobatch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Executor:
+    """Runs plans on a model.
+
+    Attributes:
+        root: The `nestsp.model.root.LossRoot`, sharded or not.
+        shape: The model's sizes.
+        links: This rank's process groups, by level.
+        rank: This rank.
+        device: Where the tensors are.
+        kernel: The attention kernel.
+        recompute: Whether layers are recomputed in backward; as installed in the model.
+        timer: Measures attention.
+    """
+
+    root: nn.Module
+    shape: ModelShape
+    links: Mapping[int, Link]
+    rank: int
+    device: torch.device
+    kernel: Kernel
+    recompute: bool
+    timer: AttentionTimer
+
+    def check(self, plan: Plan) -> None:
+        """Prove that this executor can run a plan.
+
+        Raises:
+            PlanError: The plan asks for what is not built.
+        """
+        for number, placement in plan.placements():
+            if placement.ring_degree != 1:
+                raise PlanError(
+                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but this "
+                    "executor runs Ulysses groups alone; plan with ring degree 1"
+                )
+        for number, microbatch in enumerate(plan.microbatches):
+            if microbatch.num_kept_layers:
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this executor recomputes all "
+                    "or none; plan with 0"
+                )
+
+    def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
+        """Make the tensors of all microbatches of a checked plan; no collective."""
+        schedule = make_schedule(plan)
+        local = []
+        for number, spans in enumerate(rank_spans(plan, self.rank)):
+            tokens = load_local(spans, plan.batch, read, self.device)
+            groups = {shard.placement.group.level: self._work(shard) for shard in spans.shards}
+            local.append(LocalMicrobatch(tokens, self._context(schedule, number, groups)))
+        return LocalBatch(tuple(local))
+
+    def run(self, batch: LocalBatch) -> Tensor:
+        """Run all microbatches; every rank must call it with the same plan's.
+
+        Gradients are added to those there are.
+
+        Returns:
+            This rank's loss sum, a float scalar without gradient.
+        """
+        total: Tensor | None = None
+        for microbatch in batch.microbatches:
+            loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
+            loss.backward()
+            assert not microbatch.attention.stash, "a layer kept something that its recompute did not take"
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "a plan has at least one microbatch"
+        return total
+
+    def _work(self, shard: GroupShard) -> GroupWork:
+        group = shard.placement.group
+        return GroupWork(
+            level=group.level,
+            link=self.links.get(group.level),
+            member=shard.member,
+            sizes=shard.sizes,
+            rows=slice(shard.offset, shard.offset + shard.num_tokens),
+            segments=Segments.of(shard.lengths, self.device),
+            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, group.degree),
+            keep=shard.placement.keep,
+        )
+
+    def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
+        layers: Sequence[int] = range(self.shape.num_layers) if self.recompute else ()
+        return AttentionContext(
+            groups,
+            {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
+            self.kernel,
+            frozenset(layers),
+            self.timer,
+        )

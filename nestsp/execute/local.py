@@ -1,0 +1,83 @@
+"""The first tensors of a step: what one rank holds of one microbatch.
+
+Targets are shifted here once, on whole sequences: a rank's last token may have its target on the next rank, and the
+last token of each sequence has none. Each rank reads only the tokens of its own spans, and one more where a span ends
+inside a sequence. A rank without tokens gets one filler token, which is in no group and has no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nestsp.batch import SequenceBatch
+from nestsp.model.loss import IGNORED_TARGET
+from nestsp.shard import Spans
+
+__all__ = ["LocalTokens", "ReadTokens", "load_local"]
+
+ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer]]
+"""(sequence id, start, stop) → its tokens start to stop - 1."""
+
+
+class LocalTokens:
+    """Tokens of one rank in one microbatch. A plain class, so that FSDP's mixed precision passes it on untouched.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T], counted from each sequence's own start.
+        targets: int64 [T], the next token of the same sequence; -100 where there is none.
+        weights: float32 [T], of the targets.
+        num_tokens: Tokens held, filler excluded.
+    """
+
+    def __init__(self, ids: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, num_tokens: int) -> None:
+        self.ids = ids
+        self.positions = positions
+        self.targets = targets
+        self.weights = weights
+        self.num_tokens = num_tokens
+
+
+def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: torch.device) -> LocalTokens:
+    """Read the tokens of a rank's spans.
+
+    Args:
+        spans: What the rank holds of a microbatch.
+        batch: The sequences.
+        read: Reads tokens from the store.
+        device: Where the tensors go.
+    """
+    ids: list[npt.NDArray[np.int64]] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    targets: list[npt.NDArray[np.int64]] = []
+    for span in spans.spans:
+        length = batch.lengths[span.sequence]
+        tokens = np.asarray(read(batch.ids[span.sequence], span.start, min(span.stop + 1, length)), dtype=np.int64)
+        ids.append(tokens[: span.num_tokens])
+        positions.append(np.arange(span.start, span.stop, dtype=np.int64))
+        following = tokens[1:]
+        if span.stop == length:
+            following = np.append(following, IGNORED_TARGET)
+        targets.append(following)
+    filler = np.zeros(1, np.int64)
+    columns = (
+        _column(ids, filler),
+        _column(positions, filler),
+        _column(targets, np.full(1, IGNORED_TARGET, np.int64)),
+    )
+    weights = torch.ones(len(columns[0]), dtype=torch.float32)
+    moved = [_to(tensor, device) for tensor in (*columns, weights)]
+    return LocalTokens(moved[0], moved[1], moved[2], moved[3], spans.num_tokens)
+
+
+def _column(parts: Sequence[npt.NDArray[np.int64]], filler: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts) if parts else filler)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

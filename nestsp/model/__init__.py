@@ -1,0 +1,1 @@
+"""The Hugging Face edge: an unmodified model, nestsp's attention in it, and the loss as a sum."""

@@ -1,0 +1,188 @@
+"""What nestsp asks of a Transformers model, and how it gets its attention into an unmodified one.
+
+Two seams of Transformers are used, no patch: the attention interface, under the name ``nestsp``, and each decoder
+layer's ``_gradient_checkpointing_func`` (see `nestsp.execute.recompute`). What nestsp cannot run exactly is refused by
+name, from the config before any rank starts and again from the arguments that attention receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from nestsp.attention.streaming import AttentionContext, attend_groups
+from nestsp.errors import ModelError, did_you_mean
+from nestsp.shape import FAMILIES, ModelShape, read_config_json
+
+__all__ = ["ATTENTION", "build_model", "decoder_layers", "model_config", "model_shape", "nestsp_attention"]
+
+ATTENTION = "nestsp"
+"""Name under which the attention function is registered with Transformers."""
+
+# Arguments that decoder layers pass on to attention and that decide nothing there: positions are applied before, and
+# nothing is cached in training.
+_IGNORED = frozenset({"position_ids", "use_cache"})
+
+
+def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
+    """Make a Transformers config and check that nestsp can run it exactly.
+
+    Args:
+        source: Keys of a config, ``model_type`` among them, or the path of a ``config.json`` or its folder.
+
+    Raises:
+        ConfigError: The file is missing or no JSON object.
+        ModelError: The config is one that Transformers or nestsp cannot run.
+    """
+    keys = dict(read_config_json(Path(source)) if isinstance(source, str) else source)
+    family = keys.pop("model_type", None)
+    if family not in FAMILIES:
+        ModelShape.from_hf_config({"model_type": family})  # raises, with the families there are
+    try:
+        config = AutoConfig.for_model(family, **keys)
+    except Exception as error:
+        raise ModelError(
+            f"model.config is no {family} config that Transformers takes: {' '.join(str(error).split())}"
+        ) from None
+    _refuse_misspelt_keys(config, keys, family)
+    _refuse_what_would_be_wrong(config)
+    return config
+
+
+def model_shape(config: PreTrainedConfig) -> ModelShape:
+    """The sizes of a config, defaults of Transformers filled in."""
+    return ModelShape.from_hf_config(config.to_dict())
+
+
+def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTION, **kwargs: Any) -> PreTrainedModel:
+    """Make a model with random weights that depend on the seed alone, in float32 on the CPU.
+
+    Args:
+        config: A config that `model_config` accepted.
+        seed: Of the weights.
+        attention: Attention implementation; ``sdpa`` gives the one-process reference.
+        **kwargs: Passed to Transformers, such as ``experts_implementation``.
+    """
+    AttentionInterface.register(ATTENTION, nestsp_attention)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=attention, dtype=torch.float32, **kwargs
+        )
+    model.train()
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a model that can be recomputed, in the order in which they run.
+
+    Raises:
+        ModelError: It has none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"the model is {type(model).__name__}, but it has no gradient-checkpointing layers, which nestsp needs to "
+            "shard and recompute it; take a model of Transformers' own"
+        )
+    return layers
+
+
+def nestsp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    nestsp: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that Transformers calls, once a layer.
+
+    Args:
+        module: The attention module; its ``layer_idx`` names the layer.
+        query: [1, N, T, H], rotary positions applied.
+        key: [1, K, T, H].
+        value: [1, K, T, H].
+        attention_mask: None; sequences are known from the plan.
+        scaling: Factor of the scores.
+        dropout: 0.
+        nestsp: The microbatch.
+        **kwargs: What else the layer passes on; refused if it would change the result.
+
+    Returns:
+        [1, T, N, H], and None for the attention weights.
+
+    Raises:
+        ModelError: An argument asks for something that is not done here.
+    """
+    if nestsp is None:
+        raise ModelError(
+            f"{type(module).__name__} was called without nestsp's context, but its attention implementation is "
+            f"'{ATTENTION}'; run it through nestsp's executor, or set model.set_attn_implementation('sdpa')"
+        )
+    if attention_mask is not None:
+        raise ModelError("attention got a mask, but sequences are told apart by the plan; pass no attention_mask")
+    if dropout:
+        raise ModelError(f"attention dropout is {dropout}, but nestsp runs none; set attention_dropout = 0")
+    for name, argument in kwargs.items():
+        if argument is not None and name not in _IGNORED:
+            raise ModelError(
+                f"attention got {name} = {argument!r}, but nestsp does not know it; use a model without it"
+            )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = attend_groups(
+        nestsp, layer, scaling, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    return out[None], None
+
+
+def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:
+    """A misspelt key would silently leave the default in place. Published configs carry other unknown keys: those pass."""
+    known = {*type(config)().to_dict(), *type(config).attribute_map, *FAMILIES[family]}
+    for key in keys.keys() - known - {"rope_theta", "rope_scaling"}:
+        nearest = did_you_mean(key, known)
+        if nearest:
+            raise ModelError(f"model.config.{key} is no key of a {family} config{nearest}")
+
+
+def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
+    keys = config.to_dict()
+    if keys.get("attention_dropout"):
+        raise ModelError(
+            f"attention_dropout is {keys['attention_dropout']}, but nestsp runs none; set "
+            "model.config.attention_dropout: 0"
+        )
+    if keys.get("router_jitter_noise"):
+        raise ModelError(
+            f"router_jitter_noise is {keys['router_jitter_noise']}, but results must not depend on the plan; set it "
+            "to 0"
+        )
+    if keys.get("output_router_logits"):
+        raise ModelError(
+            "output_router_logits is true, but the router's auxiliary loss is off in nestsp; set "
+            "model.config.output_router_logits: false"
+        )
+    windows = {kind for kind in keys.get("layer_types") or () if kind != "full_attention"}
+    if windows or keys.get("sliding_window"):
+        raise ModelError(
+            f"the model has {', '.join(sorted(windows)) or 'a sliding window'}, but nestsp runs full causal attention; "
+            "set model.config.use_sliding_window: false"
+        )
+    rope = keys.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ModelError(
+            f"rope_type is '{kind}', but it looks at the longest position that a rank holds, so results would depend "
+            "on the plan; take default, linear, llama3 or yarn"
+        )

@@ -1,0 +1,44 @@
+"""The root module: base model, head and sliced loss in one forward, so that they are one FSDP unit.
+
+The head inside the root's unit is gathered once and called once a slice; as a unit of its own it would be gathered a
+number of times that differs between ranks, and their collectives would no longer match.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nestsp.model.loss import sliced_loss_sum
+
+__all__ = ["LossRoot"]
+
+
+class LossRoot(nn.Module):
+    """Computes the loss sum of one microbatch on one rank.
+
+    Args:
+        model: A Transformers causal language model, unmodified.
+        slice_tokens: Tokens whose logits exist at one time.
+    """
+
+    def __init__(self, model: PreTrainedModel, slice_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.slice_tokens = slice_tokens
+
+    def forward(self, tokens: Any, attention: Any) -> Tensor:
+        """Loss sum of a rank's tokens; see `sliced_loss_sum`.
+
+        Args:
+            tokens: A `nestsp.execute.local.LocalTokens`.
+            attention: A `nestsp.attention.streaming.AttentionContext`. Both are plain classes, which FSDP passes on
+                untouched.
+        """
+        output = self.model.base_model(
+            input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False, nestsp=attention
+        )
+        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return sliced_loss_sum(head, output.last_hidden_state[0], tokens.targets, tokens.weights, self.slice_tokens)

@@ -1,0 +1,1 @@
+"""Training: sharding, feeding, updating, saving."""
