@@ -1,18 +1,513 @@
-"""What a plan will cost, before it runs: the work of each rank, and from measured rates its time.
+"""What a plan will cost, before it runs: its Schedule walked for all ranks, each with one stream of computation and one
+of each link class.
 
-This is the closed form: every microbatch lasts as long as its slowest rank. It leaves out communication.
+- A rank computes in the Schedule's order. A turn waits for the group's last exchange, computes, and issues the next.
+- An exchange starts when the last member has issued it and the links of all members are free; each link class is one
+  queue, in the order of issue, shared with the parameter gathers and gradient reductions.
+- A layer's parameters are gathered while the layer before it runs, in the forward pass and again in the backward pass;
+  its gradients are reduced while the next one runs, and only one reduction is in flight (as FSDP2 does).
+
+All ranks of a level take a turn in one array operation. Layers are identical, so a pass is walked only until one layer
+moves all clocks by one and the same time; from there on every further layer does the same, since clocks meet in maxima
+and sums alone. Price at 64 ranks: a few milliseconds for each microbatch.
+
+`plan_work` and what follows it is the older closed form: FLOPs of the slowest rank, no communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from nestsp.cluster import share
+from nestsp.cost.comm import (
+    BACKWARD_IN,
+    BACKWARD_IN_KEPT,
+    BACKWARD_OUT,
+    FORWARD_IN,
+    FORWARD_OUT,
+    LinkTime,
+    Payload,
+    member_widths,
+)
+from nestsp.cost.compute import Direction
+from nestsp.cost.memory import RankTokens
+from nestsp.cost.model import CostModel
 from nestsp.cost.work import Rates, Work, sequence_work
-from nestsp.plan import Plan
+from nestsp.plan import Keep, Placement, Plan
+from nestsp.schedule import Pass, Schedule, num_exchanges
 from nestsp.shape import ModelShape
 
-__all__ = ["estimate_s", "imbalance", "plan_work", "slowest_work"]
+__all__ = ["Event", "Timeline", "estimate_s", "imbalance", "plan_peak_bytes", "plan_work", "simulate", "slowest_work"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+# What a turn costs depends on: level, ring degree, keep.
+Chain = tuple[int, int, Keep]
+Track = Literal["computation", "host links", "network"]
+
+# A layer moves all clocks alike if they differ by no more than this fraction of its time.
+_SAME = 1e-9
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The same thing on several ranks, each at its own time.
+
+    Attributes:
+        name: What it is.
+        track: The stream it occupies.
+        microbatch: Its microbatch.
+        layer: Its layer, or -1 outside the layers.
+        ranks: int64 [n], the ranks.
+        starts_s: float64 [n], when each starts.
+        ends_s: float64 [n], when each ends.
+        level: The level of the groups it belongs to, or -1.
+    """
+
+    name: str
+    track: Track
+    microbatch: int
+    layer: int
+    ranks: Ints
+    starts_s: Floats
+    ends_s: Floats
+    level: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What every rank does in one step. The three times of a rank add up to the makespan.
+
+    Attributes:
+        schedule: What was walked.
+        makespan_s: Seconds until the last rank has updated its parameters.
+        microbatch_s: Seconds of each microbatch.
+        computing_s: float64 [ranks], its computation stream is busy.
+        exchanging_s: float64 [ranks], it idles, every member has issued what it waits for, and the links are at it.
+        waiting_s: float64 [ranks], it idles because a peer is late.
+        peak_bytes: float64 [ranks], the most memory in any microbatch.
+        events: What happened, if it was recorded.
+    """
+
+    schedule: Schedule
+    makespan_s: float
+    microbatch_s: tuple[float, ...]
+    computing_s: Floats
+    exchanging_s: Floats
+    waiting_s: Floats
+    peak_bytes: Floats
+    events: tuple[Event, ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Fraction of the makespan that ranks idle for communication, on average."""
+        return float(self.exchanging_s.mean() / self.makespan_s)
+
+    @property
+    def imbalance(self) -> float:
+        """Computation of the busiest rank over the mean, minus 1."""
+        return float(self.computing_s.max() / self.computing_s.mean() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One turn of some groups of one level.
+
+    Attributes:
+        ranks: int64 [groups, degree].
+        chain: Names these groups within a layer's pass, so that a turn finds what the one before it issued.
+        waits: The groups have an exchange in flight.
+        before_s: float64 [groups, degree], computation before the exchange is issued.
+        after_s: The same after it.
+        exchange_s: float64 [groups], length of the exchange that it issues, or None.
+        network: The exchange crosses hosts.
+    """
+
+    name: str
+    level: int
+    ranks: Ints
+    chain: Chain
+    waits: bool
+    before_s: Floats
+    after_s: Floats | None
+    exchange_s: Floats | None
+    network: bool
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """Times of all streams of all ranks, while they are walked."""
+
+    now_s: Floats
+    links_s: tuple[Floats, Floats]
+    exposed_s: Floats
+    computed_s: Floats
+    in_flight: dict[Chain, tuple[Floats, Floats]] = field(default_factory=dict)
+    gather_s: tuple[float, float] = (0.0, 0.0)
+    reduce_s: tuple[float, float] = (0.0, 0.0)
+    events: list[Event] | None = None
+    microbatch: int = 0
+    layer: int = -1
+
+    def compute(self, seconds: Floats, name: str) -> None:
+        start = self.now_s
+        self.now_s = start + seconds
+        self.computed_s += seconds
+        if self.events is not None:
+            self._record(name, "computation", np.arange(len(start)), start, self.now_s)
+
+    def collective(self, seconds: float, network: bool, name: str) -> tuple[float, float]:
+        """Issue one communication of all ranks; when the last has issued it, and when it is over."""
+        if seconds == 0.0:
+            return -np.inf, -np.inf
+        ready = float(self.now_s.max())
+        links = self.links_s[network]
+        start = max(ready, float(links.max()))
+        links[:] = start + seconds
+        if self.events is not None:
+            ranks = np.arange(len(links))
+            self._record(name, _TRACKS[network], ranks, np.full(len(ranks), start), links.copy())
+        return ready, start + seconds
+
+    def wait(self, ready_end: tuple[float, float]) -> None:
+        ready, end = ready_end
+        self.exposed_s += np.maximum(0.0, end - np.maximum(self.now_s, ready))
+        self.now_s = np.maximum(self.now_s, end)
+
+    def move(self, move: _Move) -> None:
+        ranks = move.ranks
+        now = self.now_s[ranks]
+        if move.waits:
+            ready, end = self.in_flight[move.chain]
+            self.exposed_s[ranks] += np.maximum(0.0, end[:, None] - np.maximum(now, ready[:, None]))
+            now = np.maximum(now, end[:, None])
+        start = now
+        now = now + move.before_s
+        self.computed_s[ranks] += move.before_s
+        if self.events is not None:
+            self._record(move.name, "computation", ranks, start, now, move.level)
+        if move.exchange_s is not None:
+            links = self.links_s[move.network]
+            ready = now.max(axis=1)
+            begin = np.maximum(ready, links[ranks].max(axis=1))
+            end = begin + move.exchange_s
+            links[ranks] = end[:, None]
+            self.in_flight[move.chain] = (ready, end)
+            if self.events is not None:
+                spread = np.ones(ranks.shape)
+                begins, ends = begin[:, None] * spread, end[:, None] * spread
+                self._record(move.name, _TRACKS[move.network], ranks, begins, ends, move.level)
+        if move.after_s is not None:
+            start = now
+            now = now + move.after_s
+            self.computed_s[ranks] += move.after_s
+            if self.events is not None:
+                self._record(move.name, "computation", ranks, start, now, move.level)
+        self.now_s[ranks] = now
+
+    def state(self) -> Floats:
+        """All times that decide what comes; what lies before a rank's own clock no longer does."""
+        first = self.now_s.min()
+        single = np.maximum(first, [*self.gather_s, *self.reduce_s])
+        return np.concatenate([self.now_s, *(np.maximum(self.now_s, link) for link in self.links_s), single])
+
+    def shift(self, seconds: Floats) -> None:
+        """Let all times pass, in the order of `state`."""
+        num_ranks = len(self.now_s)
+        state = self.state() + seconds
+        self.now_s = state[:num_ranks]
+        self.links_s = (state[num_ranks : 2 * num_ranks].copy(), state[2 * num_ranks : 3 * num_ranks].copy())
+        gather_ready, gather_end, reduce_ready, reduce_end = (float(t) for t in state[3 * num_ranks :])
+        self.gather_s, self.reduce_s = (gather_ready, gather_end), (reduce_ready, reduce_end)
+
+    def _record(self, name: str, track: Track, ranks: Ints, starts_s: Floats, ends_s: Floats, level: int = -1) -> None:
+        assert self.events is not None
+        busy = (ends_s > starts_s).ravel()
+        if busy.any():
+            picked = (ranks.ravel()[busy], starts_s.ravel()[busy], ends_s.ravel()[busy])
+            self.events.append(Event(name, track, self.microbatch, self.layer, *picked, level))
+
+
+_TRACKS: tuple[Track, Track] = ("host links", "network")
+
+
+def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Timeline:
+    """Walk a plan's schedule for all ranks.
+
+    Args:
+        schedule: Of a plan that passed `Plan.check`, on the cost model's tree.
+        cost: What everything costs.
+        record: Also walk every layer, and return what happened as events.
+    """
+    assert schedule.plan.tree == cost.tree
+    num_ranks = cost.tree.num_ranks
+    zeros = np.zeros(num_ranks)
+    clocks = _Clocks(zeros, (zeros.copy(), zeros.copy()), zeros.copy(), zeros.copy(), events=[] if record else None)
+    microbatch_s: list[float] = []
+    for number in range(len(schedule.plan.microbatches)):
+        clocks.microbatch = number
+        started = float(clocks.now_s.max())
+        _walk_microbatch(schedule, number, cost, clocks)
+        microbatch_s.append(float(clocks.now_s.max()) - started)
+    clocks.wait(clocks.collective(cost.comm.ring_latency_s, cost.comm.crosses_hosts, "gradient norm"))
+    clocks.compute(np.full(num_ranks, cost.update_s), "update")
+    makespan = float(clocks.now_s.max())
+    waiting = np.maximum(0.0, makespan - clocks.computed_s - clocks.exposed_s)
+    return Timeline(
+        schedule=schedule,
+        makespan_s=makespan,
+        microbatch_s=tuple(microbatch_s),
+        computing_s=clocks.computed_s,
+        exchanging_s=clocks.exposed_s,
+        waiting_s=waiting,
+        peak_bytes=plan_peak_bytes(schedule.plan, cost),
+        events=tuple(clocks.events or ()),
+    )
+
+
+def plan_peak_bytes(plan: Plan, cost: CostModel) -> Floats:
+    """The most memory that each rank needs in any microbatch, bytes."""
+    peak = np.zeros(plan.tree.num_ranks)
+    for number, microbatch in enumerate(plan.microbatches):
+        tokens = _rank_tokens(plan, number, cost)
+        peak = np.maximum(peak, cost.memory.peak_bytes(tokens, microbatch.num_kept_layers))
+    return peak
+
+
+def _walk_microbatch(schedule: Schedule, number: int, cost: CostModel, clocks: _Clocks) -> None:
+    microbatch = schedule.plan.microbatches[number]
+    num_layers, num_kept = cost.shape.num_layers, microbatch.num_kept_layers
+    network = cost.comm.crosses_hosts
+    # A rank without tokens runs one filler token.
+    tokens = np.maximum(1.0, _rank_tokens(schedule.plan, number, cost).local)
+    before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
+    sizes = _LevelSizes.of(schedule.plan, number, cost)
+    moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
+
+    def prefetch(name: str) -> None:
+        clocks.gather_s = clocks.collective(cost.layer_gather_s, network, name)
+
+    def forward(layer: int) -> None:
+        clocks.wait(clocks.gather_s)
+        if layer + 1 < num_layers:
+            prefetch("gather the next layer")
+        clocks.compute(before_s, "projections")
+        for move in moves[Pass.FORWARD]:
+            clocks.move(move)
+        clocks.compute(after_s, "feed-forward")
+
+    def backward(layer: int) -> None:
+        clocks.wait(clocks.gather_s)
+        if layer > 0:
+            prefetch("gather the next layer, backward")
+        if layer < num_layers - num_kept:
+            clocks.compute(before_s, "projections, again")
+            for move in moves[Pass.RECOMPUTE]:
+                clocks.move(move)
+            clocks.compute(after_s, "feed-forward, again")
+        clocks.compute(2 * after_s, "feed-forward, backward")
+        for move in moves[Pass.BACKWARD]:
+            clocks.move(move)
+        clocks.compute(2 * before_s, "projections, backward")
+        clocks.wait(clocks.reduce_s)
+        clocks.reduce_s = clocks.collective(cost.layer_reduce_s, network, "reduce the layer's gradients")
+
+    clocks.layer = -1
+    root = clocks.collective(cost.root_gather_s, network, "gather the root")
+    prefetch("gather the first layer")
+    clocks.wait(root)
+    _repeat(clocks, forward, range(num_layers))
+    clocks.layer = -1
+    prefetch("gather the last layer, backward")
+    clocks.compute(cost.head_s * tokens, "head and loss")
+    last = num_layers - num_kept
+    _repeat(clocks, backward, range(num_layers - 1, last - 1, -1))
+    _repeat(clocks, backward, range(last - 1, -1, -1))
+    clocks.layer = -1
+    clocks.wait(clocks.reduce_s)
+    clocks.wait(clocks.collective(cost.root_reduce_s, network, "reduce the root's gradients"))
+    clocks.reduce_s = (0.0, 0.0)
+
+
+def _repeat(clocks: _Clocks, walk: Callable[[int], None], layers: range) -> None:
+    """Walk identical layers, up to the one from which on each only repeats the one before; pass over the rest."""
+    # The last one is walked in any case: it gathers nothing ahead.
+    position = 0
+    while position < len(layers):
+        clocks.layer = layers[position]
+        state, exposed, computed = clocks.state(), clocks.exposed_s.copy(), clocks.computed_s.copy()
+        walk(layers[position])
+        position += 1
+        remaining = len(layers) - 1 - position
+        if clocks.events is not None or remaining <= 0:
+            continue
+        moved = clocks.state() - state
+        if moved.max() - moved.min() <= _SAME * moved.max():
+            clocks.shift(moved * remaining)
+            clocks.exposed_s += (clocks.exposed_s - exposed) * remaining
+            clocks.computed_s += (clocks.computed_s - computed) * remaining
+            position += remaining
+
+
+@dataclass(frozen=True, slots=True)
+class _LevelSizes:
+    """Sizes of the streams of all groups of each level, float64 [groups] each; zero where a group has none."""
+
+    tokens: tuple[Floats, ...]
+    squares: tuple[Floats, ...]
+    longest: tuple[Floats, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, number: int, cost: CostModel) -> _LevelSizes:
+        tree, lengths = plan.tree, plan.batch.lengths
+        arrays = [
+            tuple(np.zeros(tree.num_ranks // tree.degree(level)) for level in range(tree.num_levels)) for _ in range(3)
+        ]
+        for placement in plan.microbatches[number].placements:
+            group = placement.group
+            index = group.first_rank // group.degree
+            mine = [lengths[s] for s in placement.sequences]
+            arrays[0][group.level][index] = sum(mine)
+            arrays[1][group.level][index] = sum(n * n for n in mine)
+            arrays[2][group.level][index] = max(mine)
+        return cls(*arrays)
+
+
+def _rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
+    """What each rank holds in a microbatch."""
+    tree, shape = plan.tree, cost.shape
+    local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))
+    for placement in plan.microbatches[number].placements:
+        group, total = placement.group, plan.group_tokens(placement)
+        ranks = slice(group.first_rank, group.ranks.stop)
+        shares = np.diff(np.arange(group.degree + 1, dtype=np.int64) * total // group.degree)
+        local[ranks] += shares
+        if placement.keep == "output":
+            kept[ranks] += shares
+        inner = group.degree // placement.ring_degree
+        if inner > 1:
+            query = member_widths(shape, Payload(1, 0), inner) / shape.query_width
+            keys = member_widths(shape, Payload(0, 1), inner) / shape.kv_width
+            exchanged[ranks] += np.tile(np.maximum(query, keys), placement.ring_degree) * total / placement.ring_degree
+    return RankTokens(local, exchanged, kept)
+
+
+def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
+    """The turns of one layer and pass with their costs; groups that differ in ring or keep are apart."""
+    turns_of: dict[Chain, _Turns] = {}
+    moves = []
+    for step in schedule.steps(number, which):
+        level, degree = step.turn.level, cost.tree.degree(step.turn.level)
+        alike: dict[Chain, list[int]] = {}
+        for placement in step.placements:
+            chain: Chain = (level, placement.ring_degree, placement.keep)
+            alike.setdefault(chain, []).append(placement.group.first_rank // degree)
+            if chain not in turns_of:
+                turns_of[chain] = _Turns.of(placement, which, cost)
+        for chain, indices in alike.items():
+            groups = np.array(indices, dtype=np.int64)
+            moves.append(turns_of[chain].move(step.turn.number, chain, groups, sizes))
+    return tuple(moves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What the turns of one kind of group cost in one pass.
+
+    Attributes:
+        exchanges: The communications, in order.
+        heads: float64 [degree], query heads of each member.
+        widths: float64 [degree], of the two all-to-alls: bytes per token that each member works for.
+    """
+
+    which: Pass
+    cost: CostModel
+    degree: int
+    ring_degree: int
+    keep: Keep
+    exchanges: tuple[LinkTime, ...]
+    heads: Floats
+    payloads: tuple[Payload, Payload]
+
+    @classmethod
+    def of(cls, placement: Placement, which: Pass, cost: CostModel) -> _Turns:
+        group, ring, kept = placement.group, placement.ring_degree, placement.keep == "output"
+        if which is Pass.BACKWARD:
+            exchanges = cost.comm.backward(group.level, ring, kept=kept)
+            payloads = (BACKWARD_IN_KEPT if kept else BACKWARD_IN, BACKWARD_OUT)
+        else:
+            exchanges = cost.comm.forward(group.level, ring) if num_exchanges(placement, which) else ()
+            payloads = (FORWARD_IN, FORWARD_OUT)
+        assert len(exchanges) == num_exchanges(placement, which)
+        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads
+        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, payloads)
+
+    def move(self, number: int, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
+        """One turn of some groups.
+
+        A ring's turns each see one block of keys: they pass it on, then compute with it. An all-to-all is packed before
+        it is issued, and unpacked in the turn that waited for it.
+        """
+        level, last = chain[0], len(self.exchanges)
+        inner = self.degree // self.ring_degree
+        around = range(1, last) if inner > 1 else range(last + 1)  # the turns that compute, or pass on, around the ring
+        tokens = sizes.tokens[level][groups]
+        before, after = np.zeros((len(groups), self.degree)), None
+        if number in around:
+            attention = self._attention_s(level, groups, sizes)
+            if self.ring_degree == 1:
+                before = attention
+            elif number - around.start < self.ring_degree:
+                block = attention / self.ring_degree
+                passes_on = number < around.stop - 1 or (inner == 1 and number < last)
+                before, after = (before, block) if passes_on else (block, None)
+        if last and inner > 1:
+            if number == 0:
+                before = before + self._copy_s(tokens, self.payloads[0], at_heads=False)
+            elif number == 1:
+                before = before + self._copy_s(tokens, self.payloads[0], at_heads=True)
+            if number == last - 1:
+                before = before + self._copy_s(tokens, self.payloads[1], at_heads=True)
+            elif number == last:
+                before = before + self._copy_s(tokens, self.payloads[1], at_heads=False)
+        exchange = self.exchanges[number] if number < last else None
+        return _Move(
+            name=f"degree {self.degree}, {self.which.value} {number}",
+            level=level,
+            ranks=groups[:, None] * self.degree + np.arange(self.degree),
+            chain=chain,
+            waits=number > 0,
+            before_s=before,
+            after_s=after,
+            exchange_s=None if exchange is None else exchange.latency_s + exchange.s_per_token * tokens,
+            network=exchange is not None and exchange.network,
+        )
+
+    def _attention_s(self, level: int, groups: Ints, sizes: _LevelSizes) -> Floats:
+        if self.which is Pass.RECOMPUTE and self.keep == "output":
+            return np.zeros((len(groups), self.degree))
+        direction: Direction = "backward" if self.which is Pass.BACKWARD else "forward"
+        columns = (sizes.tokens[level], sizes.squares[level], sizes.longest[level])
+        arrays = [column[groups][:, None] for column in columns]
+        seconds: Floats = self.cost.compute.attention_s(direction, self.heads, *arrays, ring_degree=self.ring_degree)
+        return seconds
+
+    def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
+        shape, compute = self.cost.shape, self.cost.compute
+        if at_heads:
+            inner = self.degree // self.ring_degree
+            per_token = np.tile(member_widths(shape, payload, inner), self.ring_degree) / self.ring_degree
+        else:
+            width = payload.query * shape.query_width + payload.kv * shape.kv_width
+            per_token = np.full(self.degree, width / self.degree)
+        seconds: Floats = compute.profile.launch_s + tokens[:, None] * per_token * _ELEMENT_BYTES * compute.copy_s
+        return seconds
 
 
 def plan_work(plan: Plan, shape: ModelShape) -> tuple[tuple[Work, ...], ...]:

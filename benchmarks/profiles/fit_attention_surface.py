@@ -62,7 +62,8 @@ def fit(which: str) -> tuple[float, float, float]:
     ]
     best = (0.0, 0.0, 0.0)
     for _ in range(6):
-        best = min(itertools.product(*grids), key=lambda p: float((residuals(which, *p) ** 2).sum()))
+        points = [(peak, half, launch) for peak, half, launch in itertools.product(*grids)]
+        best = min(points, key=lambda p: float((residuals(which, *p) ** 2).sum()))
         widths = [(grid[1] - grid[0]) for grid in grids]
         grids = [tuple(np.linspace(max(0, b - w), b + w, 9)) for b, w in zip(best, widths, strict=True)]
     return best

@@ -102,9 +102,13 @@ class MemoryCost:
         """Bytes at the largest of the moments."""
         return np.maximum.reduce([np.asarray(m, float) for m in self.moments(tokens, num_kept_layers)])
 
+    @property
     def least_bytes_per_token(self) -> float:
-        """Bytes that each local token costs at least, whatever the plan."""
-        return self.num_layers * self.layer_input + max(self.layer_local + self.gradients, self.loss_hidden)
+        """Bytes that each local token costs at least, however many layers keep everything.
+
+        With none, all inputs and one whole layer exist at once; with some, the input of one is part of that layer.
+        """
+        return (self.num_layers - 1) * self.layer_input + self.layer_local + self.gradients
 
 
 def make_memory_cost(

@@ -5,7 +5,9 @@ Presets lie in ``presets/``; a path reads any other file. A figure whose source 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,7 +92,7 @@ class CostProfile:
         points = self.network_exchange_efficiency
         if num_hosts <= points[0][0]:
             return points[0][1]
-        for (few, high), (many, low) in zip(points, points[1:], strict=False):
+        for (few, high), (many, low) in itertools.pairwise(points):
             if num_hosts <= many:
                 return high + (low - high) * math.log(num_hosts / few) / math.log(many / few)
         return points[-1][1]
@@ -160,7 +162,8 @@ def _parse(text: str, where: str) -> CostProfile:
         raise ConfigError(f"the cost profile {where} has no figures, but needs them; see the presets")
     if data.get("format") != _FORMAT:
         raise ConfigError(
-            f"the cost profile {where} has format {data.get('format')!r}, but this version reads {_FORMAT}; measure it again"
+            f"the cost profile {where} has format {data.get('format')!r}, but this version reads {_FORMAT}; "
+            "measure it again"
         )
     figures = data["figures"]
     for name in figures:
@@ -190,10 +193,8 @@ def _figure(name: str, value: Any, where: str) -> Any:
         )
         return tuple((int(hosts), part) for hosts, part in points)
     if isinstance(value, str):  # YAML 1.1 reads 1e9 as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     least = 0.0 if name.endswith(_MAY_BE_ZERO) else math.ulp(0.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
         rule = "0 or more" if least == 0.0 else "above 0"
