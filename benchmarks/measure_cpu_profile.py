@@ -2,7 +2,8 @@
 
 All ranks measure at the same time, each with its part of the cores, as they do in a run. Every figure is the least of
 several repetitions, since whatever else runs on the machine only adds; attention is fitted as
-``launch + FLOPs × (1 + half_length / length) / peak``, the exchanges as ``latency + bytes / bandwidth``. Nothing on one machine crosses hosts, so the network's figures are the host's.
+``launch + FLOPs × (1 + half_length / length) / peak``, the exchanges as ``latency + bytes / bandwidth``. Nothing on
+one machine crosses hosts, so the network's figures are the host's.
 
     python benchmarks/measure_cpu_profile.py --ranks 2 --out nestsp/cost/presets/cpu.yaml
 """

@@ -42,7 +42,7 @@ from nestsp.plan import Keep, Placement, Plan
 from nestsp.schedule import Pass, Schedule, num_exchanges
 from nestsp.shape import ModelShape
 
-__all__ = ["Event", "Timeline", "estimate_s", "imbalance", "plan_peak_bytes", "plan_work", "simulate", "slowest_work"]
+__all__ = ["Event", "Timeline", "estimate_s", "imbalance", "plan_peak_bytes", "plan_work", "rank_tokens", "simulate", "slowest_work"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -275,7 +275,7 @@ def plan_peak_bytes(plan: Plan, cost: CostModel) -> Floats:
     """The most memory that each rank needs in any microbatch, bytes."""
     peak = np.zeros(plan.tree.num_ranks)
     for number, microbatch in enumerate(plan.microbatches):
-        tokens = _rank_tokens(plan, number, cost)
+        tokens = rank_tokens(plan, number, cost)
         peak = np.maximum(peak, cost.memory.peak_bytes(tokens, microbatch.num_kept_layers))
     return peak
 
@@ -285,7 +285,7 @@ def _walk_microbatch(schedule: Schedule, number: int, cost: CostModel, clocks: _
     num_layers, num_kept = cost.shape.num_layers, microbatch.num_kept_layers
     network = cost.comm.crosses_hosts
     # A rank without tokens runs one filler token.
-    tokens = np.maximum(1.0, _rank_tokens(schedule.plan, number, cost).local)
+    tokens = np.maximum(1.0, rank_tokens(schedule.plan, number, cost).local)
     before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
     sizes = _LevelSizes.of(schedule.plan, number, cost)
     moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
@@ -379,7 +379,7 @@ class _LevelSizes:
         return cls(*arrays)
 
 
-def _rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
+def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
     tree, shape = plan.tree, cost.shape
     local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))

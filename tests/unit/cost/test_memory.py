@@ -44,9 +44,9 @@ def test_kept_bytes_add_up_over_all_groups_of_a_rank() -> None:
 
 def test_kept_layers_cost_memory_and_the_last_ones_are_freed_first() -> None:
     peaks = [peak(40_000, layers=k) for k in range(SHAPE.num_layers + 1)]
-    # The first kept layer is free: it is gone when the first one that recomputes has all of its own.
-    assert peaks[1] <= peaks[0]
-    assert peaks[1:] == sorted(peaks[1:])
+    # The first kept layer is all but free: it is gone when the first one that recomputes has all of its own.
+    assert peaks[1] - peaks[0] < 0.2 * (peaks[2] - peaks[1])
+    assert peaks == sorted(peaks)
     assert peaks[-1] - MEMORY.fixed > 10 * (peaks[0] - MEMORY.fixed)
 
 

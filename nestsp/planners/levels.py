@@ -1,0 +1,117 @@
+"""The packing of all cost-driven planners: each sequence has its level; which group of it, in which microbatch?
+
+Levels are filled from the root down, longest sequence first, each on the group whose ranks have the least work and that
+has room. While a level is filled, all ranks of one of its groups have the same work, since what lies there came from
+groups at least as large: so a group is one number, and going a level down copies it to its children. Price: one heap
+operation a sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nestsp.batch import SequenceBatch
+from nestsp.cluster import Group, GroupTree
+from nestsp.plan import Plan
+
+__all__ = ["Packing", "pack_levels"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Packing:
+    """A placement while it is made: what each rank has in each microbatch.
+
+    Attributes:
+        tree: The groups.
+        levels: For each sequence its level.
+        microbatches: For each sequence its microbatch.
+        groups: For each sequence the number of its group within the level.
+        loads_s: float64 [microbatches, ranks], seconds.
+        held_bytes: float64 [microbatches, ranks].
+    """
+
+    tree: GroupTree
+    levels: list[int]
+    microbatches: list[int]
+    groups: list[int]
+    loads_s: Floats
+    held_bytes: Floats
+
+    @property
+    def slowest_s(self) -> float:
+        """Sum over microbatches of the slowest rank."""
+        return float(self.loads_s.max(axis=1).sum())
+
+    def plan(self, batch: SequenceBatch, planner: str) -> Plan:
+        """The placement as a plan, longest sequences first in each group; empty microbatches are left out."""
+        placed: list[dict[Group, list[int]]] = [{} for _ in range(len(self.loads_s))]
+        order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
+        for i in order:
+            degree = self.tree.degree(self.levels[i])
+            group = Group(self.levels[i], self.groups[i] * degree, degree)
+            placed[self.microbatches[i]].setdefault(group, []).append(i)
+        used = [groups for groups in placed if groups] or placed[:1]
+        return Plan.of_groups(self.tree, batch, used, planner)
+
+
+def pack_levels(
+    tree: GroupTree,
+    levels: Sequence[int],
+    order: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[Sequence[float]],
+    free_bytes: float,
+    num_microbatches: int,
+) -> Packing | None:
+    """Place each sequence on a group of its level, or None if it finds no room.
+
+    Args:
+        tree: The groups.
+        levels: For each sequence its level.
+        order: The sequences, longest first.
+        seconds: [levels, sequences], what each adds to a rank of its group.
+        num_bytes: The same in bytes.
+        free_bytes: What a rank may hold in one microbatch.
+        num_microbatches: How many there are.
+    """
+    by_level: list[list[int]] = [[] for _ in range(tree.num_levels)]
+    for i in order:
+        by_level[levels[i]].append(i)
+    microbatch_of, group_of = [0] * len(levels), [0] * len(levels)
+    loads, held = [0.0] * num_microbatches, [0.0] * num_microbatches  # one number a group, microbatch after microbatch
+    for level, members in enumerate(by_level):
+        if level:
+            fanout = tree.fanouts[level - 1]
+            loads = [load for load in loads for _ in range(fanout)]
+            held = [size for size in held for _ in range(fanout)]
+        if not members:
+            continue
+        num_groups = len(loads) // num_microbatches
+        heap = [(load, index) for index, load in enumerate(loads)]
+        heapq.heapify(heap)
+        adds, sizes = seconds[level], num_bytes[level]
+        for i in members:
+            full = []
+            while heap and held[heap[0][1]] + sizes[i] > free_bytes:
+                full.append(heapq.heappop(heap))
+            if not heap:
+                return None
+            load, index = heap[0]
+            loads[index] = load + adds[i]
+            held[index] += sizes[i]
+            heapq.heapreplace(heap, (loads[index], index))
+            for entry in full:
+                heapq.heappush(heap, entry)
+            microbatch_of[i], group_of[i] = divmod(index, num_groups)
+    shape = (num_microbatches, tree.num_ranks)
+    return Packing(
+        tree, list(levels), microbatch_of, group_of, np.array(loads).reshape(shape), np.array(held).reshape(shape)
+    )

@@ -1,0 +1,178 @@
+"""Nested groups by search: any sequence on any group of the tree, several levels at once on the same ranks.
+
+1. *Levels.* A sequence goes to the smallest degree at which it takes no longer than a threshold times the mean work of
+   a rank; a dozen thresholds, exchanges counted in full or in part, and a few numbers of microbatches are packed
+   (`pack_levels`) and compared by the closed form.
+2. *Local search.* From the best of each number of microbatches, sequences of the slowest ranks move to where the sum of
+   the slowest ranks falls, at any level and in any microbatch.
+3. *Finalists.* Each is finished (what recomputation keeps) and judged by the ground, as are the plans of every single
+   level, BASP and greedy disjoint groups: so it is never slower than those. For the winner a few level orders are
+   judged too.
+
+The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
+in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nestsp.batch import SequenceBatch
+from nestsp.plan import Plan
+from nestsp.planners.baselines import (
+    BaspGroups,
+    BatchAdaptive,
+    DisjointGroups,
+    Judged,
+    smallest_degrees,
+    static_degrees,
+)
+from nestsp.planners.ground import Ground
+from nestsp.planners.levels import Packing, pack_levels
+
+__all__ = ["NestedGroups"]
+
+Floats = npt.NDArray[np.float64]
+
+_THRESHOLDS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.1, 1.4)
+# Which part of the exchanges is taken to be in nobody's shadow.
+_EXCHANGES = (1.0, 0.3)
+# Moves of the local search, for each number of microbatches.
+_MOVES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class NestedGroups:
+    """Places sequences on nested groups."""
+
+    ground: Ground
+
+    def plan(self, batch: SequenceBatch) -> Plan:
+        """Plan one batch.
+
+        Raises:
+            InfeasibleError: A sequence does not fit even on all ranks together.
+        """
+        return self.judge(batch).plan
+
+    def judge(self, batch: SequenceBatch) -> Judged:
+        """Plan one batch; see `plan`."""
+        ground = self.ground
+        ground.check(batch)
+        finalists = [self._finish(packing, batch) for packing in self.packings(batch)]
+        finalists += [planner.judge(batch) for planner in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground))]
+        best = min(finalists, key=lambda j: j.makespan_s)
+        levels = range(ground.tree.num_levels)
+        for order in (tuple(reversed(levels)),):
+            plan = dataclasses.replace(best.plan, level_order=order)
+            judged = Judged(plan, ground.evaluate(plan))
+            best = min(best, judged, key=lambda j: j.makespan_s)
+        return Judged(dataclasses.replace(best.plan, planner="nsp"), best.makespan_s)
+
+    def packings(self, batch: SequenceBatch) -> list[Packing]:
+        """The finalists of the search: the best packing for each number of microbatches and share of exchanges."""
+        ground, tree = self.ground, self.ground.tree
+        lengths = np.array(batch.lengths, float)
+        order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
+        degrees = np.array(static_degrees(tree), float)[:, None]
+        num_bytes = ground.bytes(lengths)
+        size_lists = num_bytes.tolist()
+        found: list[Packing] = []
+        least = ground.least_microbatches(batch)
+        numbers = 0
+        for number in range(least, least + batch.num_sequences + 2):
+            at_this_number = []
+            for exchanges in _EXCHANGES:
+                seconds = ground.seconds(lengths, exchanges=exchanges)
+                mean = float((seconds * degrees).min(axis=0).sum()) / (tree.num_ranks * number)
+                best, seen = None, set()
+                for threshold in _THRESHOLDS:
+                    levels = smallest_degrees(seconds, num_bytes, threshold * mean, 0.9 * ground.free_bytes)
+                    if tuple(levels) in seen:
+                        continue
+                    seen.add(tuple(levels))
+                    packing = pack_levels(
+                        tree, levels, order, seconds.tolist(), size_lists, ground.free_bytes, number
+                    )
+                    if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
+                        best = packing
+                if best is not None:
+                    at_this_number.append(_improve(best, seconds, num_bytes, ground.free_bytes))
+            found += at_this_number
+            numbers += bool(at_this_number)
+            if numbers == 2:
+                break
+        return found
+
+    def _finish(self, packing: Packing, batch: SequenceBatch) -> Judged:
+        plan = self.ground.finish(packing.plan(batch, "nsp"))
+        return Judged(plan, self.ground.evaluate(plan))
+
+
+def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: float) -> Packing:
+    """Move sequences away from the slowest ranks as long as the sum of the slowest ranks falls."""
+    tree = packing.tree
+    for _ in range(_MOVES):
+        best: tuple[float, int, int, int, int] | None = None
+        slowest = packing.loads_s.max(axis=1)
+        now = float(slowest.sum())
+        for microbatch in range(len(slowest)):
+            rank = int(packing.loads_s[microbatch].argmax())
+            for i in _sequences_of(packing, microbatch, rank):
+                move = _best_move(packing, i, seconds, num_bytes, free_bytes)
+                if move is not None and move[0] < now * (1 - 1e-6) and (best is None or move < best):
+                    best = move
+        if best is None:
+            break
+        _, i, microbatch, level, group = best
+        _shift(packing, i, seconds, num_bytes, -1.0)
+        packing.microbatches[i], packing.levels[i], packing.groups[i] = microbatch, level, group
+        _shift(packing, i, seconds, num_bytes, 1.0)
+    assert tree.num_ranks == packing.loads_s.shape[1]
+    return packing
+
+
+def _sequences_of(packing: Packing, microbatch: int, rank: int) -> list[int]:
+    degrees = static_degrees(packing.tree)
+    path = [rank // degree for degree in degrees]
+    return [
+        i
+        for i, (level, group) in enumerate(zip(packing.levels, packing.groups, strict=True))
+        if packing.microbatches[i] == microbatch and path[level] == group
+    ]
+
+
+def _best_move(
+    packing: Packing, i: int, seconds: Floats, num_bytes: Floats, free_bytes: float
+) -> tuple[float, int, int, int, int] | None:
+    """The best other place of one sequence: the sum of the slowest ranks there, then where it is."""
+    _shift(packing, i, seconds, num_bytes, -1.0)
+    slowest = packing.loads_s.max(axis=1)
+    total = float(slowest.sum())
+    best: tuple[float, int, int, int, int] | None = None
+    for level, degree in enumerate(static_degrees(packing.tree)):
+        if num_bytes[level, i] > free_bytes:
+            continue
+        loads = packing.loads_s.reshape(len(slowest), -1, degree).max(axis=2) + seconds[level, i]
+        held = packing.held_bytes.reshape(len(slowest), -1, degree).max(axis=2) + num_bytes[level, i]
+        sums = total + np.maximum(0.0, loads - slowest[:, None])
+        sums[held > free_bytes] = np.inf
+        at = int((sums + 1e-9 * loads).argmin())
+        microbatch, group = divmod(at, sums.shape[1])
+        if np.isfinite(sums[microbatch, group]):
+            move = (float(sums[microbatch, group]), i, microbatch, level, group)
+            best = move if best is None or move < best else best
+    _shift(packing, i, seconds, num_bytes, 1.0)
+    return best
+
+
+def _shift(packing: Packing, i: int, seconds: Floats, num_bytes: Floats, sign: float) -> None:
+    level, group = packing.levels[i], packing.groups[i]
+    degree = packing.tree.degree(level)
+    ranks = slice(group * degree, (group + 1) * degree)
+    packing.loads_s[packing.microbatches[i], ranks] += sign * seconds[level, i]
+    packing.held_bytes[packing.microbatches[i], ranks] += sign * num_bytes[level, i]
