@@ -42,7 +42,17 @@ from nestsp.plan import Keep, Placement, Plan
 from nestsp.schedule import Pass, Schedule, num_exchanges
 from nestsp.shape import ModelShape
 
-__all__ = ["Event", "Timeline", "estimate_s", "imbalance", "plan_peak_bytes", "plan_work", "rank_tokens", "simulate", "slowest_work"]
+__all__ = [
+    "Event",
+    "Timeline",
+    "estimate_s",
+    "imbalance",
+    "plan_peak_bytes",
+    "plan_work",
+    "rank_tokens",
+    "simulate",
+    "slowest_work",
+]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -383,18 +393,25 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
     tree, shape = plan.tree, cost.shape
     local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))
+    alike: dict[Chain, tuple[list[int], list[int]]] = {}
     for placement in plan.microbatches[number].placements:
-        group, total = placement.group, plan.group_tokens(placement)
-        ranks = slice(group.first_rank, group.ranks.stop)
-        shares = np.diff(np.arange(group.degree + 1, dtype=np.int64) * total // group.degree)
+        group = placement.group
+        firsts, totals = alike.setdefault((group.level, placement.ring_degree, placement.keep), ([], []))
+        firsts.append(group.first_rank)
+        totals.append(plan.group_tokens(placement))
+    for (level, ring_degree, keep), (firsts, totals) in alike.items():
+        degree = tree.degree(level)
+        ranks = np.array(firsts)[:, None] + np.arange(degree)
+        tokens = np.array(totals, dtype=np.int64)[:, None]
+        shares = np.diff(np.arange(degree + 1, dtype=np.int64) * tokens // degree, axis=1)
         local[ranks] += shares
-        if placement.keep == "output":
+        if keep == "output":
             kept[ranks] += shares
-        inner = group.degree // placement.ring_degree
+        inner = degree // ring_degree
         if inner > 1:
             query = member_widths(shape, Payload(1, 0), inner) / shape.query_width
             keys = member_widths(shape, Payload(0, 1), inner) / shape.kv_width
-            exchanged[ranks] += np.tile(np.maximum(query, keys), placement.ring_degree) * total / placement.ring_degree
+            exchanged[ranks] += np.tile(np.maximum(query, keys), ring_degree) * tokens / ring_degree
     return RankTokens(local, exchanged, kept)
 
 

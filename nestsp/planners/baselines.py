@@ -1,4 +1,4 @@
-"""The planners that people compare with, on the prices of a ground: static, batch-adaptive, BASP, greedy disjoint groups.
+"""The planners that people compare with, on a ground's prices: static, batch-adaptive, BASP, greedy disjoint groups.
 
 All place longest sequences first, try the least number of microbatches that memory admits and one more, since more
 microbatches leave more memory to spend on what recomputation keeps, and take what the ground judges faster.
@@ -6,7 +6,9 @@ microbatches leave more memory to spend on what recomputation keeps, and take wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +25,18 @@ from nestsp.units import format_count
 __all__ = [
     "BaspGroups",
     "BatchAdaptive",
+    "Candidate",
     "DisjointGroups",
     "Judged",
     "StaticDegree",
     "best_static_degree",
+    "cut_by_tokens",
     "join_packings",
-    "settle",
+    "judge_best",
+    "judged_or_refused",
+    "longest_first",
+    "smallest_degrees",
+    "static_degrees",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -43,22 +51,46 @@ class Judged:
     makespan_s: float
 
 
-def settle(ground: Ground, batch: SequenceBatch, pack: Pack, planner: str) -> Judged | None:
-    """The better of a packing into the least number of microbatches and of one into one more; None if nothing fits."""
-    least = ground.least_microbatches(batch)
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A packing that may become a plan.
+
+    Attributes:
+        planner: Who made it.
+        packing: Sequences in groups.
+        floor_s: No plan of this packing is judged faster.
+    """
+
+    planner: str
+    packing: Packing
+    floor_s: float = 0.0
+
+
+def judge_best(ground: Ground, batch: SequenceBatch, candidates: Iterable[Candidate]) -> Judged | None:
+    """The fastest plan of some packings; those whose floor is above it are not looked at. None if there is none."""
     best: Judged | None = None
+    for candidate in sorted(candidates, key=lambda c: c.packing.slowest_s + ground.fixed_s * len(c.packing.loads_s)):
+        if best is not None and candidate.floor_s >= best.makespan_s:
+            continue
+        plan = ground.finish(candidate.packing.plan(batch, candidate.planner))
+        judged = Judged(plan, ground.evaluate(plan))
+        if judged.makespan_s < (math.inf if best is None else best.makespan_s):
+            best = judged
+    return best
+
+
+def settle(ground: Ground, batch: SequenceBatch, pack: Pack, planner: str) -> list[Candidate]:
+    """Packings into the least number of microbatches that works and into one more; none if nothing fits."""
+    least = ground.least_microbatches(batch)
+    found: list[Candidate] = []
     for number in range(least, least + batch.num_sequences + 2):
         packing = pack(number)
-        if packing is None:
-            if best is None:
-                continue
+        if packing is not None:
+            floor = ground.fixed_s * len(packing.loads_s) + ground.least_part * packing.slowest_s
+            found.append(Candidate(planner, packing, floor))
+        if len(found) == 2 or (found and packing is None):
             break
-        plan = ground.finish(packing.plan(batch, planner))
-        judged = Judged(plan, ground.evaluate(plan))
-        if best is not None:
-            return min(best, judged, key=lambda j: j.makespan_s)
-        best = judged
-    return best
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +111,7 @@ class StaticDegree:
     def judge(self, batch: SequenceBatch) -> Judged:
         """Plan one batch; see `plan`."""
         self.ground.check(batch)
-        level = self.ground.tree.level_of_degree(self.degree)
-        judged = settle(self.ground, batch, lambda number: _pack_level(self.ground, batch, level, number), "static")
+        judged = judge_best(self.ground, batch, self.candidates(batch))
         if judged is None:
             longest = max(range(batch.num_sequences), key=batch.lengths.__getitem__)
             raise InfeasibleError(
@@ -88,6 +119,23 @@ class StaticDegree:
                 f"{self.degree} ranks; raise planner.degree, or take a planner that chooses it"
             )
         return judged
+
+    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
+        """Its packings; none if a sequence does not fit."""
+        ground = self.ground
+        level = ground.tree.level_of_degree(self.degree)
+        lengths = np.array(batch.lengths, float)
+        num_bytes = ground.bytes(lengths)
+        if batch.num_sequences and num_bytes[level].max() > ground.free_bytes:
+            return []
+        order, seconds, sizes = longest_first(batch), ground.seconds(lengths).tolist(), num_bytes.tolist()
+        levels = [level] * batch.num_sequences
+        return settle(
+            ground,
+            batch,
+            lambda number: pack_levels(ground.tree, levels, order, seconds, sizes, ground.free_bytes, number),
+            "static",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +155,13 @@ class BatchAdaptive:
     def judge(self, batch: SequenceBatch) -> Judged:
         """Plan one batch; see `plan`."""
         self.ground.check(batch)
-        judged = []
-        for degree in static_degrees(self.ground.tree):
-            try:
-                judged.append(StaticDegree(self.ground, degree).judge(batch))
-            except InfeasibleError:
-                continue
-        return min(judged, key=lambda j: j.makespan_s)
+        return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
+
+    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
+        """The packings of every degree."""
+        planners = [StaticDegree(self.ground, degree) for degree in static_degrees(self.ground.tree)]
+        found = [candidate for planner in planners for candidate in planner.candidates(batch)]
+        return [dataclasses.replace(candidate, planner="batch-adaptive") for candidate in found]
 
 
 def static_degrees(tree: GroupTree) -> tuple[int, ...]:
@@ -121,7 +169,7 @@ def static_degrees(tree: GroupTree) -> tuple[int, ...]:
     return tuple(tree.degree(level) for level in range(tree.num_levels))
 
 
-def best_static_degree(ground: Ground, batches: list[SequenceBatch]) -> int | None:
+def best_static_degree(ground: Ground, batches: Sequence[SequenceBatch]) -> int | None:
     """The one degree that is fastest over all batches and fits each, or None if none does."""
     totals: dict[int, float] = {}
     for degree in static_degrees(ground.tree):
@@ -131,6 +179,21 @@ def best_static_degree(ground: Ground, batches: list[SequenceBatch]) -> int | No
         except InfeasibleError:
             continue
     return min(totals, key=lambda degree: (totals[degree], degree)) if totals else None
+
+
+def judged_or_refused(judged: Judged | None, batch: SequenceBatch) -> Judged:
+    """What was judged best.
+
+    Raises:
+        InfeasibleError: Nothing was: the batch passed the check, but no packing fits.
+    """
+    if judged is None:
+        longest = max(range(batch.num_sequences), key=batch.lengths.__getitem__)
+        raise InfeasibleError(
+            f"sequence {batch.ids[longest]} ({format_count(batch.lengths[longest])} tokens) leaves no room for "
+            "what its attention exchanges; take more ranks, or drop the longest sequences"
+        )
+    return judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +218,26 @@ class BaspGroups:
     def judge(self, batch: SequenceBatch) -> Judged:
         """Plan one batch; see `plan`."""
         self.ground.check(batch)
-        judged = settle(self.ground, batch, lambda number: self._pack(batch, number), "basp")
-        assert judged is not None, "every sequence alone on the root fits"
-        return judged
+        return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
 
-    def _pack(self, batch: SequenceBatch, num_microbatches: int) -> Packing | None:
-        tree = self.ground.tree
+    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
+        """Its packings."""
+        lengths = np.array(batch.lengths, float)
+        prices = self.ground.seconds(lengths).tolist(), self.ground.bytes(lengths).tolist()
+        return settle(self.ground, batch, lambda number: self._pack(batch, number, *prices), "basp")
+
+    def _pack(
+        self, batch: SequenceBatch, num_microbatches: int, seconds: list[list[float]], sizes: list[list[float]]
+    ) -> Packing | None:
+        tree, free = self.ground.tree, self.ground.free_bytes
         packings = []
         for part in cut_by_tokens(batch, num_microbatches):
-            wanted = next((lv for lv in range(tree.num_levels) if num_groups(tree, lv) >= len(part)), tree.num_levels - 1)
+            enough = [level for level in range(tree.num_levels) if num_groups(tree, level) >= len(part)]
+            wanted = enough[0] if enough else tree.num_levels - 1
             packing = None
-            for level in range(wanted, -1, -1):  # larger groups where memory asks for them
-                packing = _pack_part(self.ground, batch, part, [level] * batch.num_sequences)
-                if packing is not None:
-                    break
+            while packing is None and wanted >= 0:  # larger groups where memory asks for them
+                packing = pack_levels(tree, [wanted] * batch.num_sequences, part, seconds, sizes, free, 1)
+                wanted -= 1
             if packing is None:
                 return None
             packings.append((part, packing))
@@ -197,32 +266,39 @@ class DisjointGroups:
     def judge(self, batch: SequenceBatch) -> Judged:
         """Plan one batch; see `plan`."""
         self.ground.check(batch)
-        judged = settle(self.ground, batch, lambda number: self._pack(batch, number), "disjoint")
-        assert judged is not None, "every sequence alone on the root fits"
-        return judged
+        return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
 
-    def _pack(self, batch: SequenceBatch, num_microbatches: int) -> Packing | None:
+    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
+        """Its packings."""
+        lengths = np.array(batch.lengths, float)
+        prices = self.ground.seconds(lengths), self.ground.bytes(lengths)
+        return settle(self.ground, batch, lambda number: self._pack(batch, number, *prices), "disjoint")
+
+    def _pack(self, batch: SequenceBatch, num_microbatches: int, seconds: Floats, sizes: Floats) -> Packing | None:
         packings = []
         for part in cut_by_tokens(batch, num_microbatches):
-            packing = self._pack_part(batch, part)
+            packing = self._pack_part(part, seconds, sizes)
             if packing is None:
                 return None
             packings.append((part, packing))
         return join_packings(self.ground.tree, batch, packings)
 
-    def _pack_part(self, batch: SequenceBatch, part: list[int]) -> Packing | None:
-        ground, tree = self.ground, self.ground.tree
-        lengths = np.array(batch.lengths, float)
-        seconds, num_bytes = ground.seconds(lengths), ground.bytes(lengths)
+    def _pack_part(self, part: list[int], seconds: Floats, sizes: Floats) -> Packing | None:
+        tree, free = self.ground.tree, self.ground.free_bytes
         degrees = np.array(static_degrees(tree), float)
         mean = float((seconds * degrees[:, None]).min(axis=0)[part].sum()) / tree.num_ranks
         best: Packing | None = None
         for threshold in (0.3, 0.5, 0.7, 1.0, 1.4, 2.0):
-            levels = smallest_degrees(seconds, num_bytes, threshold * mean, 0.9 * ground.free_bytes)
-            packing = _pack_disjoint(ground, part, levels, seconds, num_bytes)
+            levels = smallest_degrees(seconds, sizes, threshold * mean, 0.9 * free)
+            packing = _pack_disjoint(self.ground, part, levels, seconds, sizes)
             if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
                 best = packing
         return best
+
+
+def longest_first(batch: SequenceBatch) -> list[int]:
+    """Batch positions by falling length; equal lengths stay in order."""
+    return sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
 
 
 def num_groups(tree: GroupTree, level: int) -> int:
@@ -245,9 +321,12 @@ def smallest_degrees(seconds: Floats, num_bytes: Floats, most_s: float, most_byt
 
 def cut_by_tokens(batch: SequenceBatch, num_parts: int) -> list[list[int]]:
     """Runs of consecutive lengths, longest first, with about equal tokens; none is empty."""
-    order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
-    ends = np.cumsum([batch.lengths[i] for i in order])
-    part_of = np.minimum((ends - np.array([batch.lengths[i] for i in order])) * num_parts // max(1, int(ends[-1])), num_parts - 1)
+    order = longest_first(batch)
+    if not order:
+        return []
+    lengths = np.array([batch.lengths[i] for i in order])
+    ends = np.cumsum(lengths)
+    part_of = np.minimum((ends - lengths) * num_parts // ends[-1], num_parts - 1)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for i, part in zip(order, part_of.tolist(), strict=True):
         parts[part].append(i)
@@ -263,22 +342,6 @@ def join_packings(tree: GroupTree, batch: SequenceBatch, packings: list[tuple[li
     loads = np.concatenate([packing.loads_s for _, packing in packings])
     held = np.concatenate([packing.held_bytes for _, packing in packings])
     return Packing(tree, levels, microbatches, groups, loads, held)
-
-
-def _pack_level(ground: Ground, batch: SequenceBatch, level: int, num_microbatches: int) -> Packing | None:
-    lengths = np.array(batch.lengths, float)
-    if batch.num_sequences and ground.bytes(lengths)[level].max() > ground.free_bytes:
-        return None
-    order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
-    seconds, num_bytes = ground.seconds(lengths).tolist(), ground.bytes(lengths).tolist()
-    levels = [level] * batch.num_sequences
-    return pack_levels(ground.tree, levels, order, seconds, num_bytes, ground.free_bytes, num_microbatches)
-
-
-def _pack_part(ground: Ground, batch: SequenceBatch, part: list[int], levels: list[int]) -> Packing | None:
-    lengths = np.array(batch.lengths, float)
-    seconds, num_bytes = ground.seconds(lengths).tolist(), ground.bytes(lengths).tolist()
-    return pack_levels(ground.tree, levels, part, seconds, num_bytes, ground.free_bytes, 1)
 
 
 def _pack_disjoint(
@@ -307,18 +370,18 @@ def _pack_disjoint(
     for level in used:
         degree = tree.degree(level)
         mine = list(range(first // degree, first // degree + counts[level]))
-        bins = [(0.0, 0.0)] * len(mine)
+        load, size = np.zeros(len(mine)), np.zeros(len(mine))
         for i in part:
             if levels[i] != level:
                 continue
-            room = [b for b in range(len(mine)) if bins[b][1] + num_bytes[level, i] <= ground.free_bytes]
-            if not room:
+            order = np.where(size + num_bytes[level, i] <= ground.free_bytes, load, np.inf)
+            b = int(order.argmin())
+            if not np.isfinite(order[b]):
                 return None
-            b = min(room, key=lambda index: bins[index])
-            bins[b] = (bins[b][0] + float(seconds[level, i]), bins[b][1] + float(num_bytes[level, i]))
+            load[b] += seconds[level, i]
+            size[b] += num_bytes[level, i]
             groups[i] = mine[b]
-        for b, group in enumerate(mine):
-            loads[0, group * degree : (group + 1) * degree] += bins[b][0]
-            held[0, group * degree : (group + 1) * degree] += bins[b][1]
+        ranks = slice(mine[0] * degree, (mine[-1] + 1) * degree)
+        loads[0, ranks], held[0, ranks] = np.repeat(load, degree), np.repeat(size, degree)
         first += counts[level] * degree
     return Packing(tree, levels, microbatches, groups, loads, held)

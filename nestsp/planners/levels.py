@@ -52,14 +52,19 @@ class Packing:
 
     def plan(self, batch: SequenceBatch, planner: str) -> Plan:
         """The placement as a plan, longest sequences first in each group; empty microbatches are left out."""
-        placed: list[dict[Group, list[int]]] = [{} for _ in range(len(self.loads_s))]
-        order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
-        for i in order:
-            degree = self.tree.degree(self.levels[i])
-            group = Group(self.levels[i], self.groups[i] * degree, degree)
-            placed[self.microbatches[i]].setdefault(group, []).append(i)
-        used = [groups for groups in placed if groups] or placed[:1]
-        return Plan.of_groups(self.tree, batch, used, planner)
+        placed: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(len(self.loads_s))]
+        for i in sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i)):
+            placed[self.microbatches[i]].setdefault((self.levels[i], self.groups[i]), []).append(i)
+        degrees = [self.tree.degree(level) for level in range(self.tree.num_levels)]
+        used = [
+            {
+                Group(level, index * degrees[level], degrees[level]): members
+                for (level, index), members in groups.items()
+            }
+            for groups in placed
+            if groups
+        ]
+        return Plan.of_groups(self.tree, batch, used or [{}], planner)
 
 
 def pack_levels(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from nestsp.cost.compute import StreamSize
 from nestsp.cost.memory import RankTokens
@@ -35,18 +36,19 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     local = np.asarray(tokens.local, float)
     kept = np.zeros(len(local))
     free = limit - memory.peak_bytes(tokens)
-    sizes = [StreamSize.of(plan.batch.lengths[s] for s in p.sequences) for p in bare]
-    densities = [_output_density(p, size, cost) for p, size in zip(bare, sizes, strict=True)]
+    lengths = plan.batch.lengths
+    sizes = [StreamSize.of([lengths[s] for s in p.sequences]) for p in bare]
+    densities = _output_densities(bare, sizes, cost)
     layer_density = cost.compute.linear_s / (memory.layer_local - memory.layer_input)
     keeps = set()
-    for index in sorted(range(len(bare)), key=lambda i: (-densities[i], i)):
+    for index in np.argsort(-densities, kind="stable").tolist():
         if densities[index] <= layer_density:
             break
-        group, total = bare[index].group, sizes[index].tokens
+        group = bare[index].group
         ranks = slice(group.first_rank, group.ranks.stop)
-        more = np.diff(np.arange(group.degree + 1, dtype=np.int64) * total // group.degree).astype(float)
+        more = -(-sizes[index].tokens // group.degree)
         needed = memory.num_layers * memory.kept_output * more
-        if (needed <= free[ranks]).all():
+        if needed <= free[ranks].min():
             free[ranks] -= needed
             kept[ranks] += more
             keeps.add(index)
@@ -60,10 +62,15 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     return Microbatch(placements, low)
 
 
-def _output_density(placement: Placement, size: StreamSize, cost: CostModel) -> float:
-    """Seconds that a rank is spared for each byte that it keeps."""
-    level, degree = placement.group.level, placement.group.degree
-    heads = cost.shape.num_heads / degree
-    kernel = float(cost.compute.best_attention_s("forward", heads, size.tokens, size.squares))
-    exchanges = sum(link.seconds(size.tokens) for link in cost.comm.forward(level, placement.ring_degree))
-    return (kernel + exchanges) / (cost.memory.kept_output * size.tokens / degree)
+def _output_densities(
+    placements: tuple[Placement, ...], sizes: list[StreamSize], cost: CostModel
+) -> npt.NDArray[np.float64]:
+    """Seconds that a rank is spared for each byte that it keeps, float64 [placements]."""
+    degrees = np.array([p.group.degree for p in placements], float)
+    tokens, squares = (np.array([getattr(size, name) for size in sizes], float) for name in ("tokens", "squares"))
+    links = [cost.comm.forward(p.group.level, p.ring_degree) for p in placements]
+    exchanges = np.array([sum(link.latency_s for link in each) for each in links], float)
+    exchanges += np.array([sum(link.s_per_token for link in each) for each in links]) * tokens
+    kernels = cost.compute.best_attention_s("forward", 1.0, tokens, squares) * cost.shape.num_heads / degrees
+    densities: npt.NDArray[np.float64] = (kernels + exchanges) / (cost.memory.kept_output * tokens / degrees)
+    return densities

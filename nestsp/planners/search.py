@@ -26,8 +26,12 @@ from nestsp.plan import Plan
 from nestsp.planners.baselines import (
     BaspGroups,
     BatchAdaptive,
+    Candidate,
     DisjointGroups,
     Judged,
+    judge_best,
+    judged_or_refused,
+    longest_first,
     smallest_degrees,
     static_degrees,
 )
@@ -41,8 +45,9 @@ Floats = npt.NDArray[np.float64]
 _THRESHOLDS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.1, 1.4)
 # Which part of the exchanges is taken to be in nobody's shadow.
 _EXCHANGES = (1.0, 0.3)
-# Moves of the local search, for each number of microbatches.
-_MOVES = 60
+# Moves of the local search, and how many of the slowest rank's largest sequences each considers.
+_MOVES = 40
+_MOVERS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +68,19 @@ class NestedGroups:
         """Plan one batch; see `plan`."""
         ground = self.ground
         ground.check(batch)
-        finalists = [self._finish(packing, batch) for packing in self.packings(batch)]
-        finalists += [planner.judge(batch) for planner in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground))]
-        best = min(finalists, key=lambda j: j.makespan_s)
-        levels = range(ground.tree.num_levels)
-        for order in (tuple(reversed(levels)),):
-            plan = dataclasses.replace(best.plan, level_order=order)
-            judged = Judged(plan, ground.evaluate(plan))
-            best = min(best, judged, key=lambda j: j.makespan_s)
+        candidates = [Candidate("nsp", packing) for packing in self.packings(batch)]
+        for other in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground)):
+            candidates += other.candidates(batch)
+        best = judged_or_refused(judge_best(ground, batch, candidates), batch)
+        reverse = dataclasses.replace(best.plan, level_order=tuple(reversed(best.plan.level_order)))
+        best = min(best, Judged(reverse, ground.evaluate(reverse)), key=lambda j: j.makespan_s)
         return Judged(dataclasses.replace(best.plan, planner="nsp"), best.makespan_s)
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
         """The finalists of the search: the best packing for each number of microbatches and share of exchanges."""
         ground, tree = self.ground, self.ground.tree
         lengths = np.array(batch.lengths, float)
-        order = sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
+        order = longest_first(batch)
         degrees = np.array(static_degrees(tree), float)[:, None]
         num_bytes = ground.bytes(lengths)
         size_lists = num_bytes.tolist()
@@ -88,6 +91,7 @@ class NestedGroups:
             at_this_number = []
             for exchanges in _EXCHANGES:
                 seconds = ground.seconds(lengths, exchanges=exchanges)
+                second_lists = seconds.tolist()
                 mean = float((seconds * degrees).min(axis=0).sum()) / (tree.num_ranks * number)
                 best, seen = None, set()
                 for threshold in _THRESHOLDS:
@@ -95,9 +99,7 @@ class NestedGroups:
                     if tuple(levels) in seen:
                         continue
                     seen.add(tuple(levels))
-                    packing = pack_levels(
-                        tree, levels, order, seconds.tolist(), size_lists, ground.free_bytes, number
-                    )
+                    packing = pack_levels(tree, levels, order, second_lists, size_lists, ground.free_bytes, number)
                     if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
                         best = packing
                 if best is not None:
@@ -108,21 +110,16 @@ class NestedGroups:
                 break
         return found
 
-    def _finish(self, packing: Packing, batch: SequenceBatch) -> Judged:
-        plan = self.ground.finish(packing.plan(batch, "nsp"))
-        return Judged(plan, self.ground.evaluate(plan))
-
 
 def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: float) -> Packing:
     """Move sequences away from the slowest ranks as long as the sum of the slowest ranks falls."""
-    tree = packing.tree
     for _ in range(_MOVES):
         best: tuple[float, int, int, int, int] | None = None
         slowest = packing.loads_s.max(axis=1)
         now = float(slowest.sum())
         for microbatch in range(len(slowest)):
             rank = int(packing.loads_s[microbatch].argmax())
-            for i in _sequences_of(packing, microbatch, rank):
+            for i in _movers(packing, microbatch, rank, seconds):
                 move = _best_move(packing, i, seconds, num_bytes, free_bytes)
                 if move is not None and move[0] < now * (1 - 1e-6) and (best is None or move < best):
                     best = move
@@ -132,18 +129,17 @@ def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: f
         _shift(packing, i, seconds, num_bytes, -1.0)
         packing.microbatches[i], packing.levels[i], packing.groups[i] = microbatch, level, group
         _shift(packing, i, seconds, num_bytes, 1.0)
-    assert tree.num_ranks == packing.loads_s.shape[1]
     return packing
 
 
-def _sequences_of(packing: Packing, microbatch: int, rank: int) -> list[int]:
-    degrees = static_degrees(packing.tree)
-    path = [rank // degree for degree in degrees]
-    return [
-        i
-        for i, (level, group) in enumerate(zip(packing.levels, packing.groups, strict=True))
-        if packing.microbatches[i] == microbatch and path[level] == group
-    ]
+def _movers(packing: Packing, microbatch: int, rank: int, seconds: Floats) -> list[int]:
+    """The sequences on a rank's path that add most to it, and the least one, which fits best into small gaps."""
+    levels, groups = np.array(packing.levels), np.array(packing.groups)
+    path = rank // np.array(static_degrees(packing.tree))
+    here = np.flatnonzero((np.array(packing.microbatches) == microbatch) & (path[levels] == groups))
+    order = here[np.argsort(-seconds[levels[here], here], kind="stable")]
+    chosen: list[int] = order[: _MOVERS - 1].tolist() + order[_MOVERS - 1 :][-1:].tolist()
+    return chosen
 
 
 def _best_move(

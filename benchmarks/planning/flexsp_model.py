@@ -1,0 +1,128 @@
+"""FlexSP's published cost model as a ground for planners.
+
+Source: Wang et al., FlexSP (arXiv:2412.01523) and its authors' code (Apache-2.0): constants fitted on GPT models on
+8 hosts of 8 A100-40GB, NVLink inside a host and 400 Gb/s InfiniBand between hosts; forward and backward pass of the whole
+model in bf16. All its times are in ms, its bandwidths in MiB per ms.
+
+A rank's time in a microbatch is beta1 + the sum, over the groups that it works for, of compute and all-to-all; a
+microbatch ends with its slowest rank, and a batch is the sum of its microbatches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nestsp.batch import SequenceBatch
+from nestsp.cluster import Cluster
+from nestsp.errors import InfeasibleError
+from nestsp.plan import Plan
+from nestsp.planners.ground import Ground
+
+__all__ = ["GPT_7B", "GPT_13B", "GPT_30B", "FlexSPModel", "communication_free_bound_s", "flexsp_ground"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class FlexSPModel:
+    """Fitted constants of one model, as published."""
+
+    num_layers: int
+    hidden_size: int
+    alpha1_ms_per_token2: float
+    alpha2_ms_per_token: float
+    beta1_ms: float
+    memory_mib_per_token: float
+    params_billion: float
+    memory_limit_mib: float = 30 * 1024
+    num_ranks: int = 64
+    bandwidth: tuple[tuple[int, float], ...] = ((2, 119.54), (4, 104.07), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87))
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """Tokens that a rank may hold beside its model states (ZeRO-3, 16 bytes a parameter)."""
+        states = self.params_billion * 16 * 1024 / self.num_ranks
+        return (self.memory_limit_mib - states) / self.memory_mib_per_token
+
+    def compute_ms(self, lengths: Floats, degree: int) -> Floats:
+        """Compute of each sequence on a group."""
+        work: Floats = (self.alpha1_ms_per_token2 * lengths**2 + self.alpha2_ms_per_token * lengths) / degree
+        return work
+
+    def all_to_all_ms(self, lengths: Floats, degree: int) -> Floats:
+        """All-to-alls of each sequence on a group: q, k, v and o, forward and backward."""
+        if degree == 1:
+            return 0.0 * lengths
+        mib = 4 * 2 * self.num_layers * self.hidden_size * lengths * 2 / 2**20
+        return mib / degree / dict(self.bandwidth)[degree]
+
+    def all_to_all_share(self, length: int, degree: int) -> float:
+        """Part of a microbatch's time that is all-to-all, where sequences of one length fill a group's memory."""
+        count = max(1, int(self.tokens_per_rank * degree // length))
+        lengths = np.full(count, float(length))
+        exchange = float(self.all_to_all_ms(lengths, degree).sum())
+        return exchange / (exchange + float(self.compute_ms(lengths, degree).sum()) + self.beta1_ms)
+
+
+# Parameters are those at a context of 384K.
+GPT_7B = FlexSPModel(32, 4096, 5.128e-06, 0.1839576, 629.3563, 4.480441895, 7.850)
+GPT_13B = FlexSPModel(40, 5120, 9.2852e-06, 0.3060189, 1132.5632, 4.220439453, 14.032)
+GPT_30B = FlexSPModel(60, 6656, 1.54262e-05, 0.8035742, 2789.3644, 3.417381836, 32.715)
+
+
+def communication_free_bound_s(model: FlexSPModel, batch: SequenceBatch) -> float:
+    """No plan is faster by this model: perfect balance, no all-to-all, the least number of microbatches."""
+    lengths = np.array(batch.lengths, float)
+    least = max(1, int(np.ceil(lengths.sum() / (model.tokens_per_rank * model.num_ranks))))
+    return (float(model.compute_ms(lengths, model.num_ranks).sum()) + least * model.beta1_ms) / 1e3
+
+
+def rank_times_s(model: FlexSPModel, plan: Plan) -> tuple[Floats, Floats, Floats]:
+    """For each microbatch and rank: linear compute, attention and all-to-all, float64 [microbatches, ranks] each."""
+    shape = (len(plan.microbatches), plan.tree.num_ranks)
+    linear, attention, exchange = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for number, placement in plan.placements():
+        group = placement.group
+        lengths = np.array([plan.batch.lengths[s] for s in placement.sequences], float)
+        ranks = slice(group.first_rank, group.ranks.stop)
+        tokens, squares = float(lengths.sum()), float((lengths**2).sum())
+        linear[number, ranks] += model.alpha2_ms_per_token * tokens / group.degree / 1e3
+        attention[number, ranks] += model.alpha1_ms_per_token2 * squares / group.degree / 1e3
+        exchange[number, ranks] += float(model.all_to_all_ms(lengths, group.degree).sum()) / 1e3
+    return linear, attention, exchange
+
+
+def batch_time_s(model: FlexSPModel, plan: Plan) -> float:
+    """Time of a plan, nothing streamed."""
+    linear, attention, exchange = rank_times_s(model, plan)
+    return float((linear + attention + exchange).max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3
+
+
+def flexsp_ground(model: FlexSPModel) -> Ground:
+    """The ground of the published model, on hosts of 8 ranks; nothing is streamed, memory is spent on nothing."""
+    tree = Cluster(model.num_ranks // 8, 8).default_tree()
+    degrees = [tree.degree(level) for level in range(tree.num_levels)]
+    one = np.ones(1)
+    return Ground(
+        tree=tree,
+        linear_s=tuple(model.alpha2_ms_per_token / degree / 1e3 for degree in degrees),
+        square_s=tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees),
+        exchange_s=tuple(float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees),
+        bytes_per_token=tuple(1.0 / degree for degree in degrees),
+        free_bytes=model.tokens_per_rank,
+        fixed_s=model.beta1_ms / 1e3,
+        least_part=1.0,
+        check=lambda batch: _check(model, batch),
+        finish=lambda plan: dataclasses.replace(plan),
+        evaluate=lambda plan: batch_time_s(model, plan),
+    )
+
+
+def _check(model: FlexSPModel, batch: SequenceBatch) -> None:
+    longest = max(batch.lengths, default=0)
+    if longest > model.tokens_per_rank * model.num_ranks:
+        raise InfeasibleError(f"a sequence of {longest:,} tokens does not fit into {model.num_ranks} ranks")
