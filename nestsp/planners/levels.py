@@ -1,6 +1,7 @@
-"""The packing of all cost-driven planners: each sequence has its level; which group of it, in which microbatch?
+"""The packing of all cost-driven planners: which group takes each sequence, in which microbatch?
 
-Levels are filled from the root down, longest sequence first, each on the group whose ranks have the least work and that
+Either each sequence has its level (`pack_levels`), or it takes the smallest degree at which some group ends within a
+target (`pack_target`). Levels are filled from the root down, longest sequence first, each on the group whose ranks have the least work and that
 has room. While a level is filled, all ranks of one of its groups have the same work, since what lies there came from
 groups at least as large: so a group is one number, and going a level down copies it to its children. Price: one heap
 operation a sequence.
@@ -19,7 +20,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.plan import Plan
 
-__all__ = ["Packing", "pack_levels"]
+__all__ = ["Packing", "pack_levels", "pack_target"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -75,6 +76,7 @@ def pack_levels(
     num_bytes: Sequence[Sequence[float]],
     free_bytes: float,
     num_microbatches: int,
+    longer_s: float = 0.0,
 ) -> Packing | None:
     """Place each sequence on a group of its level, or None if it finds no room.
 
@@ -86,12 +88,14 @@ def pack_levels(
         num_bytes: The same in bytes.
         free_bytes: What a rank may hold in one microbatch.
         num_microbatches: How many there are.
+        longer_s: How much longer the first of them may last than the others.
     """
     by_level: list[list[int]] = [[] for _ in range(tree.num_levels)]
     for i in order:
         by_level[levels[i]].append(i)
     microbatch_of, group_of = [0] * len(levels), [0] * len(levels)
-    loads, held = [0.0] * num_microbatches, [0.0] * num_microbatches  # one number a group, microbatch after microbatch
+    # One number for each group, microbatch after microbatch; the first counts what it has beyond what it may last longer.
+    loads, held = [-longer_s] + [0.0] * (num_microbatches - 1), [0.0] * num_microbatches
     for level, members in enumerate(by_level):
         if level:
             fanout = tree.fanouts[level - 1]
@@ -117,6 +121,63 @@ def pack_levels(
                 heapq.heappush(heap, entry)
             microbatch_of[i], group_of[i] = divmod(index, num_groups)
     shape = (num_microbatches, tree.num_ranks)
-    return Packing(
-        tree, list(levels), microbatch_of, group_of, np.array(loads).reshape(shape), np.array(held).reshape(shape)
-    )
+    loads_s = np.array(loads).reshape(shape)
+    loads_s[0] += longer_s
+    return Packing(tree, list(levels), microbatch_of, group_of, loads_s, np.array(held).reshape(shape))
+
+
+def pack_target(
+    tree: GroupTree,
+    target_s: float,
+    order: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[Sequence[float]],
+    free_bytes: float,
+    num_microbatches: int,
+) -> Packing | None:
+    """Place each sequence on a group of the smallest degree that ends within a target, or None if it finds no room.
+
+    Degrees only fall along the order, as lengths do. Where no group ends within the target, the one of the degree
+    reached that ends first takes the sequence. For the other arguments see `pack_levels`.
+    """
+    num_sequences, last = len(seconds[0]), tree.num_levels - 1
+    levels, microbatch_of, group_of = [0] * num_sequences, [0] * num_sequences, [0] * num_sequences
+    loads, held = [0.0] * num_microbatches, [0.0] * num_microbatches
+    heap = [(0.0, index) for index in range(num_microbatches)]
+    now, num_groups = 0, 1
+    for i in order:
+        chosen, within = now, False
+        for level in range(last, now - 1, -1):
+            if heap[0][0] + seconds[level][i] <= target_s and held[heap[0][1]] + num_bytes[level][i] <= free_bytes:
+                chosen, within = level, True
+                break
+        if not within:  # look behind the least loaded group: it may be full
+            for level in range(last, now - 1, -1):
+                room = free_bytes - num_bytes[level][i]
+                most = target_s - seconds[level][i]
+                if any(load <= most and held[index] <= room for load, index in heap):
+                    chosen = level
+                    break
+        if chosen > now:
+            fanout = tree.degree(now) // tree.degree(chosen)
+            loads = [load for load in loads for _ in range(fanout)]
+            held = [size for size in held for _ in range(fanout)]
+            heap = [(load, index) for index, load in enumerate(loads)]
+            heapq.heapify(heap)
+            now, num_groups = chosen, num_groups * fanout
+        full = []
+        while heap and held[heap[0][1]] + num_bytes[now][i] > free_bytes:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, index = heap[0]
+        loads[index] = load + seconds[now][i]
+        held[index] += num_bytes[now][i]
+        heapq.heapreplace(heap, (loads[index], index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+        levels[i] = now
+        microbatch_of[i], group_of[i] = divmod(index, num_groups)
+    fanout = tree.degree(now)
+    arrays = [np.repeat(np.array(each), fanout).reshape(num_microbatches, tree.num_ranks) for each in (loads, held)]
+    return Packing(tree, levels, microbatch_of, group_of, arrays[0], arrays[1])

@@ -29,6 +29,7 @@ from nestsp.planners.baselines import (
     Candidate,
     DisjointGroups,
     Judged,
+    join_packings,
     judge_best,
     judged_or_refused,
     longest_first,
@@ -36,18 +37,24 @@ from nestsp.planners.baselines import (
     static_degrees,
 )
 from nestsp.planners.ground import Ground
-from nestsp.planners.levels import Packing, pack_levels
+from nestsp.planners.levels import Packing, pack_levels, pack_target
 
 __all__ = ["NestedGroups"]
 
 Floats = npt.NDArray[np.float64]
 
 _THRESHOLDS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.1, 1.4)
+# Times the mean work of a rank, exchanges included, at each sequence's cheapest degree.
+_TARGETS = (1.01, 1.03, 1.06, 1.1, 1.14, 1.18, 1.22, 1.27, 1.33, 1.4, 1.5, 1.7)
 # Which part of the exchanges is taken to be in nobody's shadow.
 _EXCHANGES = (1.0, 0.3)
 # Moves of the local search, and how many of the slowest rank's largest sequences each considers.
 _MOVES = 40
 _MOVERS = 6
+# Where memory is scarce, the first packing may use only so much of it, so that the next steps have room to move.
+_MEMORY = (1.0, 0.95, 0.9, 0.85, 0.8)
+# How often all microbatches are packed again by themselves.
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,6 @@ class NestedGroups:
         order = longest_first(batch)
         degrees = np.array(static_degrees(tree), float)[:, None]
         num_bytes = ground.bytes(lengths)
-        size_lists = num_bytes.tolist()
         found: list[Packing] = []
         least = ground.least_microbatches(batch)
         numbers = 0
@@ -91,24 +97,94 @@ class NestedGroups:
             at_this_number = []
             for exchanges in _EXCHANGES:
                 seconds = ground.seconds(lengths, exchanges=exchanges)
-                second_lists = seconds.tolist()
                 mean = float((seconds * degrees).min(axis=0).sum()) / (tree.num_ranks * number)
-                best, seen = None, set()
-                for threshold in _THRESHOLDS:
-                    levels = smallest_degrees(seconds, num_bytes, threshold * mean, 0.9 * ground.free_bytes)
-                    if tuple(levels) in seen:
-                        continue
-                    seen.add(tuple(levels))
-                    packing = pack_levels(tree, levels, order, second_lists, size_lists, ground.free_bytes, number)
-                    if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
-                        best = packing
+                tight = (
+                    batch.num_tokens * ground.bytes_per_token[-1] > 0.7 * number * tree.num_ranks * ground.free_bytes
+                )
+                best: Packing | None = None
+                for part_of_memory in _MEMORY if tight else _MEMORY[:1]:
+                    limit = part_of_memory * ground.free_bytes
+                    tried = _pack_all(ground, order, seconds, num_bytes, mean, number, limit)
+                    packing = min(tried, key=lambda p: p.slowest_s, default=None)
+                    if packing is not None:
+                        packing = self._refine(packing, batch, seconds, num_bytes)
+                        best = packing if best is None else min(best, packing, key=lambda p: p.slowest_s)
                 if best is not None:
-                    at_this_number.append(_improve(best, seconds, num_bytes, ground.free_bytes))
+                    at_this_number.append(best)
             found += at_this_number
             numbers += bool(at_this_number)
             if numbers == 2:
                 break
         return found
+
+    def _refine(self, packing: Packing, batch: SequenceBatch, seconds: Floats, num_bytes: Floats) -> Packing:
+        """Move single sequences and pack microbatches again, as long as it helps."""
+        free = self.ground.free_bytes
+        packing = _improve(packing, seconds, num_bytes, free)
+        for _ in range(_ROUNDS if len(packing.loads_s) > 1 else 0):
+            before = packing.slowest_s
+            packing = _repack(packing, self.ground, batch, seconds, num_bytes)
+            packing = _improve(packing, seconds, num_bytes, free)
+            if packing.slowest_s > before * (1 - 1e-4):
+                break
+        return packing
+
+
+def _pack_all(
+    ground: Ground,
+    order: list[int],
+    seconds: Floats,
+    num_bytes: Floats,
+    mean_s: float,
+    num_microbatches: int,
+    free: float,
+) -> list[Packing]:
+    """The packings of all thresholds and all targets."""
+    tree = ground.tree
+    prices = seconds.tolist(), num_bytes.tolist()
+    found = []
+    seen: set[tuple[int, ...]] = set()
+    for threshold in _THRESHOLDS:
+        levels = smallest_degrees(seconds, num_bytes, threshold * mean_s, 0.9 * free)
+        if tuple(levels) not in seen:
+            seen.add(tuple(levels))
+            found.append(pack_levels(tree, levels, order, *prices, free, num_microbatches))
+            longer_s = _longer_s(ground, levels, order, seconds, num_microbatches)
+            if longer_s > 0:
+                found.append(pack_levels(tree, levels, order, *prices, free, num_microbatches, longer_s))
+    for slack in _TARGETS:
+        found.append(pack_target(tree, slack * mean_s, order, *prices, free, num_microbatches))
+    return [packing for packing in found if packing is not None]
+
+
+def _longer_s(ground: Ground, levels: list[int], order: list[int], seconds: Floats, num_microbatches: int) -> float:
+    """How much longer the microbatch of the longest sequence lasts than the others, if it ends with that sequence."""
+    if num_microbatches == 1 or not order:
+        return 0.0
+    chosen, index = np.array(levels)[order], np.array(order)
+    each = seconds[chosen, index]
+    total = float((each * np.array(static_degrees(ground.tree), float)[chosen]).sum()) / ground.tree.num_ranks
+    longest = float(each.max())
+    return longest - max(0.0, total - longest) / (num_microbatches - 1)
+
+
+def _repack(packing: Packing, ground: Ground, batch: SequenceBatch, seconds: Floats, num_bytes: Floats) -> Packing:
+    """Pack each microbatch again by itself: thresholds and targets then follow its own mean."""
+    degrees = np.array(static_degrees(packing.tree), float)[:, None]
+    cheapest = (seconds * degrees).min(axis=0) / packing.tree.num_ranks
+    parts = []
+    for number in range(len(packing.loads_s)):
+        part = [i for i in longest_first(batch) if packing.microbatches[i] == number]
+        old = dataclasses.replace(
+            packing, loads_s=packing.loads_s[number : number + 1], held_bytes=packing.held_bytes[number : number + 1]
+        )
+        tried = (
+            _pack_all(ground, part, seconds, num_bytes, float(cheapest[part].sum()), 1, ground.free_bytes)
+            if part
+            else []
+        )
+        parts.append((part, min([old, *tried], key=lambda p: p.slowest_s)))
+    return join_packings(packing.tree, batch, parts)
 
 
 def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: float) -> Packing:
