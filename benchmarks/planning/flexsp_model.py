@@ -1,8 +1,8 @@
 """FlexSP's published cost model as a ground for planners.
 
 Source: Wang et al., FlexSP (arXiv:2412.01523) and its authors' code (Apache-2.0): constants fitted on GPT models on
-8 hosts of 8 A100-40GB, NVLink inside a host and 400 Gb/s InfiniBand between hosts; forward and backward pass of the whole
-model in bf16. All its times are in ms, its bandwidths in MiB per ms.
+8 hosts of 8 A100-40GB, NVLink inside a host and 400 Gb/s InfiniBand between hosts; forward and backward pass of the
+whole model in bf16. All its times are in ms, its bandwidths in MiB per ms.
 
 A rank's time in a microbatch is beta1 + the sum, over the groups that it works for, of compute and all-to-all; a
 microbatch ends with its slowest rank, and a batch is the sum of its microbatches.
@@ -40,7 +40,14 @@ class FlexSPModel:
     params_billion: float
     memory_limit_mib: float = 30 * 1024
     num_ranks: int = 64
-    bandwidth: tuple[tuple[int, float], ...] = ((2, 119.54), (4, 104.07), (8, 96.5), (16, 10.33), (32, 5.94), (64, 4.87))
+    bandwidth: tuple[tuple[int, float], ...] = (
+        (2, 119.54),
+        (4, 104.07),
+        (8, 96.5),
+        (16, 10.33),
+        (32, 5.94),
+        (64, 4.87),
+    )
 
     @property
     def tokens_per_rank(self) -> float:

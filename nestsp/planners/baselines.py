@@ -277,13 +277,14 @@ class DisjointGroups:
     def _pack(self, batch: SequenceBatch, num_microbatches: int, seconds: Floats, sizes: Floats) -> Packing | None:
         packings = []
         for part in cut_by_tokens(batch, num_microbatches):
-            packing = self._pack_part(part, seconds, sizes)
+            packing = self.pack_part(part, seconds, sizes)
             if packing is None:
                 return None
             packings.append((part, packing))
         return join_packings(self.ground.tree, batch, packings)
 
-    def _pack_part(self, part: list[int], seconds: Floats, sizes: Floats) -> Packing | None:
+    def pack_part(self, part: list[int], seconds: Floats, sizes: Floats) -> Packing | None:
+        """One microbatch of these sequences, longest first; None if it finds no room."""
         tree, free = self.ground.tree, self.ground.free_bytes
         degrees = np.array(static_degrees(tree), float)
         mean = float((seconds * degrees[:, None]).min(axis=0)[part].sum()) / tree.num_ranks

@@ -1,10 +1,10 @@
 """The packing of all cost-driven planners: which group takes each sequence, in which microbatch?
 
 Either each sequence has its level (`pack_levels`), or it takes the smallest degree at which some group ends within a
-target (`pack_target`). Levels are filled from the root down, longest sequence first, each on the group whose ranks have the least work and that
-has room. While a level is filled, all ranks of one of its groups have the same work, since what lies there came from
-groups at least as large: so a group is one number, and going a level down copies it to its children. Price: one heap
-operation a sequence.
+target (`pack_target`). Levels are filled from the root down, longest sequence first, each on the group whose ranks have
+the least work and that has room. While a level is filled, all ranks of one of its groups have the same work, since what
+lies there came from groups at least as large: so a group is one number, and going a level down copies it to its
+children. Price: one heap operation a sequence.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def pack_levels(
     for i in order:
         by_level[levels[i]].append(i)
     microbatch_of, group_of = [0] * len(levels), [0] * len(levels)
-    # One number for each group, microbatch after microbatch; the first counts what it has beyond what it may last longer.
+    # One number for each group, microbatch after microbatch; the first starts below zero by what it may last longer.
     loads, held = [-longer_s] + [0.0] * (num_microbatches - 1), [0.0] * num_microbatches
     for level, members in enumerate(by_level):
         if level:

@@ -1,0 +1,1 @@
+"""What people look at: tables, charts and traces of plans and timelines."""
