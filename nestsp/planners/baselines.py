@@ -320,14 +320,24 @@ def smallest_degrees(seconds: Floats, num_bytes: Floats, most_s: float, most_byt
     return levels
 
 
-def cut_by_tokens(batch: SequenceBatch, num_parts: int) -> list[list[int]]:
-    """Runs of consecutive lengths, longest first, with about equal tokens; none is empty."""
+def cut_by_tokens(batch: SequenceBatch, num_parts: int, first: float | None = None) -> list[list[int]]:
+    """Runs of consecutive lengths, longest first, with about equal tokens; none is empty.
+
+    Args:
+        batch: The sequences.
+        num_parts: How many runs.
+        first: Which part of all tokens the first run has; by default as many as the others.
+    """
     order = longest_first(batch)
     if not order:
         return []
     lengths = np.array([batch.lengths[i] for i in order])
     ends = np.cumsum(lengths)
-    part_of = np.minimum((ends - lengths) * num_parts // ends[-1], num_parts - 1)
+    begins = (ends - lengths) / ends[-1]
+    if first is not None and num_parts > 1:  # stretch the first run, and shrink the others
+        equal = 1 / num_parts
+        begins = np.where(begins < first, begins / first * equal, equal + (begins - first) / (1 - first) * (1 - equal))
+    part_of = np.minimum((begins * num_parts).astype(int), num_parts - 1)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for i, part in zip(order, part_of.tolist(), strict=True):
         parts[part].append(i)

@@ -2,8 +2,8 @@
 
 The method of Wang et al., arXiv:2412.01523, with their names for the steps:
 
-1. *Blaster.* The batch, longest first, is cut into M microbatches of consecutive lengths with about equal tokens; M is
-   searched from the least that memory admits upward, as long as the total falls.
+1. *Blaster.* The batch, longest first, is cut into M microbatches of consecutive lengths, with about equal tokens or a
+   longer or shorter first one; M is searched from the least that memory admits upward, as long as the total falls.
 2. *Bucketing.* The sequences of a microbatch fall into at most 16 buckets of consecutive lengths, by dynamic programming
    so that rounding each length up to its bucket's longest adds as few tokens as possible.
 3. *Programme.* Minimise the time of the slowest group: which groups of which degree exist, and how many sequences of
@@ -43,6 +43,8 @@ __all__ = ["FlexSPGroups", "bucket_lengths"]
 Floats = npt.NDArray[np.float64]
 
 _NUM_BUCKETS = 16
+# Parts of all tokens that the first microbatch may have instead of an equal one; the greedy plans decide.
+_FIRST_PARTS = (0.2, 0.3, 0.4, 0.6, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +84,24 @@ class FlexSPGroups:
         least = ground.least_microbatches(batch)
         best = np.inf
         for number in range(least, least + self.max_more + 1):
-            parts = []
-            for part in cut_by_tokens(batch, number):
-                start = greedy.pack_part(part, seconds, sizes)
-                packing = None if start is None else self._solve(batch, part, start, seconds, sizes)
-                if packing is None:
-                    break
-                parts.append((part, packing))
-            else:
-                joined = join_packings(ground.tree, batch, parts)
-                found.append(Candidate("flexsp", joined))
-                total = joined.slowest_s + ground.fixed_s * len(parts)
-                if total >= best:
-                    break
-                best = total
+            starts = None
+            for first in (None, *_FIRST_PARTS) if number > 1 else (None,):
+                parts = cut_by_tokens(batch, number, first)
+                packed = [greedy.pack_part(part, seconds, sizes) for part in parts]
+                tried = [(part, packing) for part, packing in zip(parts, packed, strict=True) if packing is not None]
+                if len(tried) == len(parts) and (starts is None or _slowest_s(tried) < _slowest_s(starts)):
+                    starts = tried
+            if starts is None:
+                continue
+            solved = [(part, self._solve(batch, part, start, seconds, sizes)) for part, start in starts]
+            total = _slowest_s(solved) + ground.fixed_s * len(solved)
+            found.append(Candidate("flexsp", join_packings(ground.tree, batch, solved)))
+            if total >= best:
+                break
+            best = total
         return found
 
-    def _solve(
-        self, batch: SequenceBatch, part: list[int], start: Packing, seconds: Floats, sizes: Floats
-    ) -> Packing | None:
+    def _solve(self, batch: SequenceBatch, part: list[int], start: Packing, seconds: Floats, sizes: Floats) -> Packing:
         ground, tree = self.ground, self.ground.tree
         buckets = bucket_lengths([batch.lengths[i] for i in part], _NUM_BUCKETS)
         members: list[list[int]] = []
@@ -125,6 +126,10 @@ class FlexSPGroups:
             return start
         packing = _adjust(ground, part, members, chosen, levels, seconds, sizes)
         return packing if packing is not None and packing.slowest_s < start.slowest_s else start
+
+
+def _slowest_s(parts: list[tuple[list[int], Packing]]) -> float:
+    return sum(packing.slowest_s for _, packing in parts)
 
 
 def bucket_lengths(lengths: list[int], num_buckets: int) -> list[int]:
