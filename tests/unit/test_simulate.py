@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from nestsp.batch import SequenceBatch
+from nestsp.cluster import Group, GroupTree
+from nestsp.cost.work import Rates, Work, sequence_work
+from nestsp.plan import Plan
+from nestsp.shape import ModelShape
+from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
+
+SHAPE = ModelShape("llama", 2, 64, 6, 2, 16, 128, 100)
+
+
+def test_a_member_works_for_its_tokens_and_for_its_heads() -> None:
+    """G18; 6 heads on 4 ranks are 1, 2, 1, 2 of them."""
+    tree = GroupTree((4,))
+    plan = Plan.of_groups(
+        tree, SequenceBatch.of_lengths([8, 5]), [{tree.group(0, 0): [0], Group(1, 3, 1): [1]}], "hand"
+    )
+    whole, alone = sequence_work(SHAPE, 8), sequence_work(SHAPE, 5)
+    (ranks,) = plan_work(plan, SHAPE)
+    assert [rank.linear for rank in ranks] == [whole.linear / 4] * 3 + [whole.linear / 4 + alone.linear]
+    assert [rank.attention for rank in ranks] == pytest.approx(
+        [whole.attention / 6, whole.attention / 3, whole.attention / 6, whole.attention / 3 + alone.attention]
+    )
+
+
+def test_a_step_lasts_as_long_as_the_slowest_rank_of_each_microbatch() -> None:
+    work = ((Work(10, 1), Work(2, 4)), (Work(1, 1), Work(5, 0)))
+    assert slowest_work(work) == Work(15, 1)
+    assert estimate_s(work, Rates(2.0, 10.0)) == max(30, 44) + max(12, 10)
+    assert imbalance(work) == pytest.approx((11 + 5) / (17 / 2 + 7 / 2) - 1)
+
+
+def test_no_work_is_balanced() -> None:
+    assert imbalance(((Work(0, 0), Work(0, 0)),)) == 0
+    assert slowest_work(()) == Work(0, 0)
+
+
+def test_work_scales_and_adds_part_by_part() -> None:
+    assert Work(2, 3) + Work(5, 7) == Work(7, 10)
+    assert Work(2, 3).scaled(10, 100) == Work(20, 300)
+    assert Work(2, 3).total == 5
