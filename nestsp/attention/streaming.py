@@ -80,13 +80,17 @@ class _Driver:
     """Moves the groups of one layer call along their turns. Holds no tensor once a pass is over."""
 
     def __init__(self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
+        num_rows = sum(work.num_rows for work in context.groups.values())
+        assert len(q) == max(num_rows, 1), f"attention got {len(q)} tokens, but its groups have {num_rows} here"
         self.context, self.layer, self.scale = context, layer, scale
         self.shapes = (q.shape, k.shape, v.shape)
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = (q.detach(), k.detach(), v.detach())
         kept = context.stash.pop(layer, None)
         self.which = Pass.FORWARD if kept is None else Pass.RECOMPUTE
         self.kept: Mapping[int, Kept] = kept or {}
-        self.puts = kept is None and layer in context.recomputed_layers and torch.is_grad_enabled()
+        # Where nothing needs a gradient (frozen first layers), no recompute may come that would take it.
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        self.puts = kept is None and layer in context.recomputed_layers and needs_grad
         self.forward: _Run[Attended] | None = None
         self.backward: _Run[tuple[Tensor, Tensor, Tensor]] | None = None
 

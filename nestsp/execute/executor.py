@@ -72,6 +72,11 @@ class Executor:
         Raises:
             PlanError: The plan asks for what is not built.
         """
+        degrees = {level: degree for level in range(plan.tree.num_levels) if (degree := plan.tree.degree(level)) > 1}
+        if degrees != {level: link.degree for level, link in self.links.items()}:
+            raise PlanError(
+                f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
+            )
         for number, placement in plan.placements():
             if placement.ring_degree != 1:
                 raise PlanError(
@@ -105,6 +110,7 @@ class Executor:
         """
         total: Tensor | None = None
         for microbatch in batch.microbatches:
+            microbatch.attention.stash.clear()  # what a run that failed may have left
             loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
             loss.backward()
             assert not microbatch.attention.stash, "a layer kept something that its recompute did not take"
