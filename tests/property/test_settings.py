@@ -18,7 +18,26 @@ BASE: dict[str, Any] = {
     "train": {"steps": 3},
 }
 _TRAPS = st.sampled_from(
-    ["1e3", "1E-3", "12", "1_0", "0x1f", "null", "~", "yes", "1:30", "2024-01-05", "=", "<<", "", " x "]
+    [
+        "1e3",
+        "1E-3",
+        "12",
+        "1_0",
+        "0x1f",
+        "null",
+        "~",
+        "yes",
+        "1:30",
+        "2024-01-05",
+        "=",
+        "<<",
+        "",
+        " x ",
+        "\x85",
+        "a\nb",
+        "\u2028",
+        "é 中",
+    ]
 )
 _TEXT = _TRAPS | st.text(st.characters(codec="utf-8"), max_size=12)
 _NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

@@ -181,6 +181,7 @@ def test_either_of_two_settings_will_do() -> None:
         (LEAST + "name: !!set {a, b}", "run.yaml has a value that is no setting: "),
         (LEAST + "x: &x [*x]", "run.yaml has a value that is no setting: "),
         (LEAST + 'name: "\\ud800"', "run.yaml: the config is "),
+        (LEAST + '"a\\nb": 3', r"run.yaml: 'a\nb' is no setting; known here: "),
     ],
     ids=lambda value: value[-24:],
 )
@@ -243,6 +244,7 @@ def test_an_override_may_reach_into_a_model_config() -> None:
     [
         ("train.steps", "--set got 'train.steps', but it must be section.key=value, such as train.steps=20"),
         ("=3", "--set got '=3', but it must be section.key=value"),
+        ("train.\nsteps=3", r"--set got 'train.\nsteps=3', but it must be section.key=value"),
         ("train..steps=3", "--set got 'train..steps=3', but it must be section.key=value"),
         ("train.step=3", "--set names train.step, but there is no such setting; did you mean 'steps'?"),
         ("tarin.steps=3", "--set names tarin, but there is no such setting; did you mean 'train'?"),
