@@ -63,6 +63,7 @@ class PlanFeed:
         batch, after = self._ahead.popleft()
         planned: str | NestspError | None = self._planned() if self._world.is_first else None
         text = self._world.share(planned)
+        assert isinstance(text, (str, NestspError))
         plan: list[Plan] = []
         digests = self._world.agree(lambda: self._check(text, batch, plan))
         if len(set(digests)) != 1:

@@ -195,6 +195,7 @@ def _banner(prepared: Prepared, world: World, plan: Plan, note: str) -> str:
 
 def _print(result: Verification) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 100)  # the table is not cut where there is no terminal
     table = Table(box=None, pad_edge=False, header_style="")
     for title, justify in (
         ("", "left"),
