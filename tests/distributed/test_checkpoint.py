@@ -148,8 +148,7 @@ def refusal(action: Callable[[], Any]) -> str:
     try:
         action()
     except CheckpointError as error:
-        assert error.raised_on_all_ranks
-        return str(error)
+        return str(error) if error.raised_on_all_ranks else f"on this rank alone: {error}"
     return ""
 
 
