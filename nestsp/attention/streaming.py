@@ -126,7 +126,10 @@ class _Driver:
             }
         self.forward = self.inputs = None
         self.kept = {}
-        return out, tuple(done[level].saved for level in sorted(done))
+        saved = tuple(done[level].saved for level in sorted(done))
+        if self.layer not in self.context.recomputed_layers:  # else only until the layer's own backward, or not at all
+            saved = tuple(Saved(*(_alone(tensor) for tensor in group)) for group in saved)
+        return out, saved
 
     def start_backward(self, saved: Sequence[Saved], dout: Tensor) -> None:
         work = self.context.groups
@@ -181,6 +184,11 @@ class _Run(Generic[Result]):
         except StopIteration as end:
             self.done[turn.level] = end.value
             del self.running[turn.level]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it would keep a larger one alive."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class _Start(torch.autograd.Function):
