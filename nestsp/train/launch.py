@@ -54,7 +54,9 @@ def launch_ranks(arguments: Sequence[str], num_ranks: int) -> int:
         The exit code for this process.
     """
     # torchrun would print a page for each failure; the ranks say themselves what is wrong.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     with tempfile.TemporaryDirectory(prefix="nestsp-") as folder:
