@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as hf_logging
 
 from nestsp.errors import CheckpointError
 from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
@@ -117,7 +118,13 @@ def _write_model(config: PreTrainedConfig, tensors: dict[str, Tensor], folder: P
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.float32
         )
-    model.save_pretrained(folder, state_dict=tensors)
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # it writes over ours
+    try:
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
