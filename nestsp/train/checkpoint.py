@@ -43,8 +43,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from transformers import PreTrainedConfig
 
 from nestsp.data.stream import DataState
@@ -512,7 +515,18 @@ def save_checkpoint(
 
 
 class _Writer(FileSystemWriter):
-    """Leaves this machine's path, which DCP would note, out of the metadata."""
+    """Leaves this machine's path, which DCP would note, out of the metadata, and says why a write failed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # On a full disk torch.save ends in "unexpected pos 704 vs 598"; the reason stands behind it, and would be
+            # lost on the way to other ranks.
+            reason: BaseException | None = error
+            while reason is not None and not isinstance(reason, OSError):
+                reason = reason.__context__
+            raise reason or error from None
 
     def storage_meta(self) -> StorageMeta | None:
         return None

@@ -119,12 +119,12 @@ def _write_model(config: PreTrainedConfig, tensors: dict[str, Tensor], folder: P
             config, dtype=torch.float32
         )
     shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # it writes over ours
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would write over ours
     try:
         model.save_pretrained(folder, state_dict=tensors)
     finally:
         if shown:
-            hf_logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

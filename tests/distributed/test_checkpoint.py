@@ -461,6 +461,8 @@ def save_on_a_full_disk(rank: int, num_ranks: int, folder: Path, full_rank: int,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert same(before, trainee.state())
+    dist.barrier()  # rank 0 tidies up
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000"]
     progress, _ = trainee.train(progress, 1)
     return text, str(trainee.save(folder, progress))  # and there is space again
 
@@ -475,7 +477,7 @@ def test_one_rank_that_cannot_write_is_an_error_on_all_and_leaves_older_checkpoi
     results = pool.run(save_on_a_full_disk, tmp_path, full_rank, limit_bytes, ranks=3)
     assert len({text for text, _ in results}) == 1
     text, later = results[0]
-    assert f"step-000001 could not be saved on rank {full_rank}: " in text
+    assert f"step-000001 could not be saved on rank {full_rank}: File too large; " in text
     assert "\n" not in text
     assert sorted(path.name for path in older.parent.iterdir()) == ["step-000000", "step-000002"]
     assert contents(older) == contents(saved)
@@ -526,4 +528,5 @@ def test_a_step_saved_again_replaces_the_old_one_and_half_written_ones_are_neith
 
 def test_a_checkpoint_names_no_path_of_the_machine_that_saved_it(saved: Path) -> None:
     for name, content in contents(saved).items():
-        assert os.fsencode(saved.parent.parent) not in content, name
+        for part in saved.parent.parts[1:]:  # a pickled path is a list of its parts
+            assert part == "checkpoints" or os.fsencode(part) not in content, (name, part)
