@@ -90,7 +90,10 @@ class _Driver:
         self.kept: Mapping[int, Kept] = kept or {}
         # Where nothing needs a gradient (frozen first layers), no recompute may come that would take it.
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        self.puts = kept is None and layer in context.recomputed_layers and needs_grad
+        recomputed = layer in context.recomputed_layers
+        self.puts = needs_grad and recomputed and kept is None
+        # A recompute's tensors live until the layer's own backward, others until the whole model's.
+        self.saves_long = needs_grad and not recomputed
         self.forward: _Run[Attended] | None = None
         self.backward: _Run[tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -127,7 +130,7 @@ class _Driver:
         self.forward = self.inputs = None
         self.kept = {}
         saved = tuple(done[level].saved for level in sorted(done))
-        if self.layer not in self.context.recomputed_layers:  # else only until the layer's own backward, or not at all
+        if self.saves_long:
             saved = tuple(Saved(*(_alone(tensor) for tensor in group)) for group in saved)
         return out, saved
 

@@ -41,8 +41,8 @@ from tests.distributed.test_equivalence import nested_plan
 PLAN = nested_plan(GroupTree((2, 2))).to_json()
 KEPT = nested_plan(GroupTree((2, 2)), keep="output").to_json()
 
-# Names of parameters that are trained; all others are frozen, the embedding first of all, so that the first layers' q, k
-# and v need no gradient. The ranks' recomputes and exchanges must still match, and some rank has no tokens.
+# Names of parameters that are trained; all others are frozen, the embedding first of all, so that the first layers' q,
+# k and v need no gradient. The ranks' recomputes and exchanges must still match, and some rank has no tokens.
 TRAINED = {
     "the last layer": ("layers.2.",),
     "queries": ("q_proj",),
