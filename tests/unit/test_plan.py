@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,32 @@ def test_the_digest_is_pinned() -> None:
 def test_a_plan_of_another_format_is_refused() -> None:
     with pytest.raises(PlanError, match="the plan has format 2, but this version reads format 1"):
         Plan.from_json({**PLAN.to_json(), "format": 2})
+
+
+@pytest.mark.parametrize("as_written", [float, str, bool])
+def test_a_number_that_is_not_written_as_a_whole_one_is_refused_wherever_it_stands(
+    as_written: Callable[[int], object],
+) -> None:
+    """JSON's 1.0 and true equal 1, so they would pass every later check, and change the digest."""
+
+    def altered(value: Any, number: int) -> Any:
+        if isinstance(value, dict):
+            return {key: altered(item, number) for key, item in value.items()}
+        if isinstance(value, list):
+            return [altered(item, number) for item in value]
+        if type(value) is int:
+            places.append(value)
+            return as_written(value) if len(places) == number else value
+        return value
+
+    places: list[int] = []
+    altered(PLAN.to_json(), 0)
+    for number, value in enumerate(tuple(places), 1):
+        if as_written is bool and value not in (0, 1):
+            continue
+        places.clear()
+        with pytest.raises(PlanError, match=r"^the data are no plan: TypeError .* is no whole number$"):
+            Plan.from_json(altered(PLAN.to_json(), number))
 
 
 def test_from_json_checks_what_it_reads() -> None:
