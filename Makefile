@@ -33,13 +33,13 @@ lint: env ## check style, format and types
 	$(VENV)/bin/mypy
 
 verify: env ## compare every path with one process on this machine
-	$(VENV)/bin/nestsp verify $(ARGS)
+	$(VENV)/bin/nestsp verify examples/quickstart.yaml $(ARGS)
 
 env: $(STAMP) ## make the environment in .venv if it is missing or out of date
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "PYTHON is $(PYTHON) ($$($(PYTHON) -V 2>&1 | tail -n 1)), but nestsp needs Python 3.11 or newer;" \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "PYTHON is $(PYTHON) ($$($(PYTHON) -V 2>&1 | tail -n 1)), but nestsp needs Python 3.10 or newer;" \
 			"name one, as in: make $(or $(MAKECMDGOALS),env) PYTHON=python3.12" >&2; exit 1; }
 	@rm -f $(STAMP)
 	@$(FRESH)

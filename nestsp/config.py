@@ -212,9 +212,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str = "con
         what = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")
         raise ConfigError(f"{source} is not valid YAML: {what}") from None
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{source} is {'empty' if data is None else 'a ' + type(data).__name__}, but it must be a mapping of settings; see `nestsp config`"
-        )
+        kind = "empty" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{source} is {kind}, but it must be a mapping of settings; see `nestsp config`")
     for override in overrides:
         _apply_override(data, override)
     try:
@@ -283,6 +282,13 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes a text which `_Loader` would read as a number, and writes tuples as lists."""
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Only double quotes keep every line break; PyYAML loses the rarer ones (U+0085) in the other styles.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -296,8 +302,9 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+    key = key.strip()
+    parts = key.split(".")
+    if not equals or not all(parts) or not key.isprintable():
         raise ConfigError(f"--set got {override!r}, but it must be section.key=value, such as train.steps=20")
     try:
         parsed = yaml.load(value, Loader=_Loader)
@@ -341,7 +348,9 @@ def _sentence(error: ValidationError, source: str) -> str:
     match first["type"]:
         case "extra_forbidden":
             known = _fields_at(first["loc"][:-1])
-            text = f"{'.'.join(map(str, first['loc']))} is no setting{did_you_mean(str(first['loc'][-1]), known)}" + (
+            key = ".".join(map(str, first["loc"]))
+            key = key if key.isprintable() else repr(key)
+            text = f"{key} is no setting{did_you_mean(str(first['loc'][-1]), known)}" + (
                 "" if did_you_mean(str(first["loc"][-1]), known) else f"; known here: {', '.join(known)}"
             )
         case "missing":

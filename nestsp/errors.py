@@ -7,7 +7,8 @@
     ├── PlanError          a plan breaks a rule that every plan must keep
     ├── ModelError         a model asks for something that nestsp cannot run exactly
     ├── CheckpointError    a checkpoint is missing, damaged, or of another run
-    └── LaunchError        the ranks were not started as the run needs them
+    ├── LaunchError        the ranks were not started as the run needs them
+    └── NumericsError      a loss or a gradient is not a finite number
 
 A message is one sentence: *subject (with its place) is value, but rule; remedy.* What a user did is raised as one of
 these where it is first known and before any collective. What a programmer did is an ``assert``.
@@ -26,13 +27,20 @@ __all__ = [
     "LaunchError",
     "ModelError",
     "NestspError",
+    "NumericsError",
     "PlanError",
     "did_you_mean",
 ]
 
 
 class NestspError(Exception):
-    """Something a user can mend. The command line prints its sentence and exits with code 2."""
+    """Something a user can mend. The command line prints its sentence and exits with code 2.
+
+    Attributes:
+        raised_on_all_ranks: Every rank of the job raises it alike, so that one of them says it for all.
+    """
+
+    raised_on_all_ranks: bool = False
 
 
 class ConfigError(NestspError):
@@ -61,6 +69,10 @@ class CheckpointError(NestspError):
 
 class LaunchError(NestspError):
     """The ranks were not started as the run needs them."""
+
+
+class NumericsError(NestspError):
+    """A loss or a gradient is not a finite number."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -158,7 +158,8 @@ class Plan:
         for position, times in enumerate(placed):
             if times != 1:
                 raise PlanError(
-                    f"sequence {self.batch.ids[position]} is placed {times} times, but every sequence must be placed once"
+                    f"sequence {self.batch.ids[position]} is placed {times} times, but every sequence must be placed "
+                    "once"
                 )
         if max_tokens_per_rank is not None:
             self._check_cap(max_tokens_per_rank)
@@ -191,8 +192,8 @@ class Plan:
             rank = max(range(len(tokens)), key=tokens.__getitem__)
             if tokens[rank] > cap:
                 raise InfeasibleError(
-                    f"rank {rank} would hold {format_count(tokens[rank])} tokens in microbatch {number}, but the cap is "
-                    f"{format_count(cap)}; plan the batch again under that cap"
+                    f"rank {rank} would hold {format_count(tokens[rank])} tokens in microbatch {number}, but the cap "
+                    f"is {format_count(cap)}; plan the batch again under that cap"
                 )
 
     @property

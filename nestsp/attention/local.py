@@ -322,7 +322,9 @@ def _is_regular(kv_of_query: tuple[int, ...], num_kv: int) -> bool:
 
 
 def _heads_first(x_TNH: Tensor) -> Tensor:
-    return x_TNH.transpose(0, 1)[None]
+    # The CPU kernel takes any strides but the last: it would read heads as dense, whatever they are.
+    dense = x_TNH if x_TNH.stride(-1) == 1 else x_TNH.contiguous()
+    return dense.transpose(0, 1)[None]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -80,13 +80,20 @@ class _Driver:
     """Moves the groups of one layer call along their turns. Holds no tensor once a pass is over."""
 
     def __init__(self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
+        num_rows = sum(work.num_rows for work in context.groups.values())
+        assert len(q) == max(num_rows, 1), f"attention got {len(q)} tokens, but its groups have {num_rows} here"
         self.context, self.layer, self.scale = context, layer, scale
         self.shapes = (q.shape, k.shape, v.shape)
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = (q.detach(), k.detach(), v.detach())
         kept = context.stash.pop(layer, None)
         self.which = Pass.FORWARD if kept is None else Pass.RECOMPUTE
         self.kept: Mapping[int, Kept] = kept or {}
-        self.puts = kept is None and layer in context.recomputed_layers and torch.is_grad_enabled()
+        # Where nothing needs a gradient (frozen first layers), no recompute may come that would take it.
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        recomputed = layer in context.recomputed_layers
+        self.puts = needs_grad and recomputed and kept is None
+        # A recompute's tensors live until the layer's own backward, others until the whole model's.
+        self.saves_long = needs_grad and not recomputed
         self.forward: _Run[Attended] | None = None
         self.backward: _Run[tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -122,7 +129,10 @@ class _Driver:
             }
         self.forward = self.inputs = None
         self.kept = {}
-        return out, tuple(done[level].saved for level in sorted(done))
+        saved = tuple(done[level].saved for level in sorted(done))
+        if self.saves_long:
+            saved = tuple(Saved(*(_alone(tensor) for tensor in group)) for group in saved)
+        return out, saved
 
     def start_backward(self, saved: Sequence[Saved], dout: Tensor) -> None:
         work = self.context.groups
@@ -177,6 +187,11 @@ class _Run(Generic[Result]):
         except StopIteration as end:
             self.done[turn.level] = end.value
             del self.running[turn.level]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it would keep a larger one alive."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class _Start(torch.autograd.Function):

@@ -31,7 +31,9 @@ class Exchange:
         shapes: Sequence[Sequence[Shape]],
         done: dist.Work | torch.cuda.Event,
     ) -> None:
-        self._sent, self._received, self._shapes, self._done = sent, received, shapes, done
+        self._sent: torch.Tensor | None = sent
+        self._received: torch.Tensor | None = received
+        self._shapes, self._done = shapes, done
 
     def finish(self) -> list[list[torch.Tensor]]:
         """Wait until everything has arrived. On GPUs the current stream waits, not the host.
@@ -43,13 +45,16 @@ class Exchange:
             self._done.wait()
         else:
             self._done.wait()
+        received = self._received
+        assert received is not None, "an exchange is finished once"
+        self._sent = self._received = None  # whoever still holds the exchange holds no memory
         pieces: list[list[torch.Tensor]] = []
         start = 0
         for member_shapes in self._shapes:
             tensors = []
             for shape in member_shapes:
                 size = math.prod(shape)
-                tensors.append(self._received[start : start + size].view(shape))
+                tensors.append(received[start : start + size].view(shape))
                 start += size
             pieces.append(tensors)
         return pieces

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nestsp.attention.local import Kernel, Segments
 from nestsp.attention.streaming import AttentionContext
@@ -72,6 +74,11 @@ class Executor:
         Raises:
             PlanError: The plan asks for what is not built.
         """
+        degrees = {level: degree for level in range(plan.tree.num_levels) if (degree := plan.tree.degree(level)) > 1}
+        if degrees != {level: link.degree for level, link in self.links.items()}:
+            raise PlanError(
+                f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
+            )
         for number, placement in plan.placements():
             if placement.ring_degree != 1:
                 raise PlanError(
@@ -98,19 +105,33 @@ class Executor:
     def run(self, batch: LocalBatch) -> Tensor:
         """Run all microbatches; every rank must call it with the same plan's.
 
-        Gradients are added to those there are.
+        Gradients are added to those there are. After an exception they are of no use, but the next run is right.
 
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
         total: Tensor | None = None
         for microbatch in batch.microbatches:
-            loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
-            loss.backward()
+            microbatch.attention.stash.clear()  # what a run that failed may have left
+            try:
+                loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                loss.backward()
+            except Exception:
+                self._forget()
+                raise
             assert not microbatch.attention.stash, "a layer kept something that its recompute did not take"
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a plan has at least one microbatch"
         return total
+
+    def _forget(self) -> None:
+        """After an exception: make FSDP ready for another run, in case somebody catches it."""
+        if not isinstance(self.root, FSDPModule):
+            return
+        for parameter in self.root.parameters():
+            if not isinstance(parameter, DTensor):  # a gathered one; the reset below would keep its gradient
+                parameter.grad = None
+        self.root.reset_iter_state()
 
     def _work(self, shard: GroupShard) -> GroupWork:
         group = shard.placement.group

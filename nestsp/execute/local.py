@@ -64,19 +64,14 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
         if span.stop == length:
             following = np.append(following, IGNORED_TARGET)
         targets.append(following)
-    filler = np.zeros(1, np.int64)
-    columns = (
-        _column(ids, filler),
-        _column(positions, filler),
-        _column(targets, np.full(1, IGNORED_TARGET, np.int64)),
-    )
+    columns = (_column(ids, 0), _column(positions, 0), _column(targets, IGNORED_TARGET))
     weights = torch.ones(len(columns[0]), dtype=torch.float32)
     moved = [_to(tensor, device) for tensor in (*columns, weights)]
     return LocalTokens(moved[0], moved[1], moved[2], moved[3], spans.num_tokens)
 
 
-def _column(parts: Sequence[npt.NDArray[np.int64]], filler: npt.NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts) if parts else filler)
+def _column(parts: Sequence[npt.NDArray[np.int64]], filler: int) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts) if parts else np.full(1, filler, np.int64))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

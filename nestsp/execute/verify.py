@@ -1,7 +1,7 @@
 """Compares one planned step with the same batch in one process: loss, gradient norm, every gradient, expert choices.
 
-The reference is Transformers alone: the same weights, ``sdpa`` attention, each sequence by itself, full logits, one sum of
-losses. It shares with the planned step nothing but the tokens and the weights, and makes its own routing decisions.
+The reference is Transformers alone: the same weights, ``sdpa`` attention, each sequence by itself, full logits, one sum
+of losses. It shares with the planned step nothing but tokens and weights, and makes its own routing decisions.
 
 The error of a parameter is ‖g − g_ref‖ / max(‖g_ref‖, 1e-6 · ‖all g_ref‖), so that gradients that are nothing but
 rounding do not count as wrong; a gradient that is missing on one side counts as zeros.

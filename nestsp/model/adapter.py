@@ -7,6 +7,7 @@ name, from the config before any rank starts and again from the arguments that a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nestsp.attention.streaming import AttentionContext, attend_groups
@@ -24,6 +26,13 @@ __all__ = ["ATTENTION", "build_model", "decoder_layers", "model_config", "model_
 
 ATTENTION = "nestsp"
 """Name under which the attention function is registered with Transformers."""
+
+# Keys that published configs carry and that these families' configs do not have (any more): older names, which
+# Transformers translates, and some that decide nothing here. No misspellings, however near they are to another key.
+_PUBLISHED_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "max_window_layers", "use_sliding_window"})
+
+# Kinds of rotary positions whose angles follow from a token's own position alone.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # Arguments that decoder layers pass on to attention and that decide nothing there: positions are applied before, and
 # nothing is cached in training.
@@ -40,7 +49,8 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
         ConfigError: The file is missing or no JSON object.
         ModelError: The config is one that Transformers or nestsp cannot run.
     """
-    keys = dict(read_config_json(Path(source)) if isinstance(source, str) else source)
+    # Transformers writes into nested mappings that it is given.
+    keys = copy.deepcopy(read_config_json(Path(source)) if isinstance(source, str) else dict(source))
     family = keys.pop("model_type", None)
     if family not in FAMILIES:
         ModelShape.from_hf_config({"model_type": family})  # raises, with the families there are
@@ -136,9 +146,13 @@ def nestsp_attention(
         raise ModelError(f"attention dropout is {dropout}, but nestsp runs none; set attention_dropout = 0")
     for name, argument in kwargs.items():
         if argument is not None and name not in _IGNORED:
-            raise ModelError(
-                f"attention got {name} = {argument!r}, but nestsp does not know it; use a model without it"
-            )
+            shown = f"a tensor {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)
+            raise ModelError(f"attention got {name} = {shown}, but nestsp does not know it; use a model without it")
+    if len(query) != 1:
+        raise ModelError(
+            f"attention got a batch of {len(query)}, but nestsp packs all tokens into one row; run the model through "
+            "nestsp's executor"
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     out = attend_groups(
@@ -148,10 +162,10 @@ def nestsp_attention(
 
 
 def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:
-    """A misspelt key would silently leave the default in place. Published configs carry other unknown keys: those pass."""
+    """A misspelt key would silently leave the default in place; unknown keys that are near to none pass."""
     known = {*type(config)().to_dict(), *type(config).attribute_map, *FAMILIES[family]}
-    for key in keys.keys() - known - {"rope_theta", "rope_scaling"}:
-        nearest = did_you_mean(key, known)
+    for key in sorted(keys.keys() - known - _PUBLISHED_KEYS):
+        nearest = did_you_mean(key, (known | _PUBLISHED_KEYS) - keys.keys())  # a key that is given too was not meant
         if nearest:
             raise ModelError(f"model.config.{key} is no key of a {family} config{nearest}")
 
@@ -179,10 +193,21 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
             f"the model has {', '.join(sorted(windows)) or 'a sliding window'}, but nestsp runs full causal attention; "
             "set model.config.use_sliding_window: false"
         )
+    if keys.get("is_causal") is False:
+        raise ModelError("is_causal is false, but nestsp runs full causal attention; leave model.config.is_causal out")
     rope = keys.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ModelError(
             f"rope_type is '{kind}', but it looks at the longest position that a rank holds, so results would depend "
-            "on the plan; take default, linear, llama3 or yarn"
+            f"on the plan; take {', '.join(_ROPE_TYPES)}"
+        )
+    if kind not in _ROPE_TYPES:
+        raise ModelError(
+            f"rope_type is {kind!r}, but nestsp runs {', '.join(_ROPE_TYPES)}{did_you_mean(str(kind), _ROPE_TYPES)}"
+        )
+    if keys["hidden_act"] not in ACT2FN:
+        raise ModelError(
+            f"hidden_act is {keys['hidden_act']!r}, but Transformers has no such function"
+            f"{did_you_mean(str(keys['hidden_act']), ACT2FN)}"
         )

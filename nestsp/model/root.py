@@ -38,7 +38,11 @@ class LossRoot(nn.Module):
                 untouched.
         """
         output = self.model.base_model(
-            input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False, nestsp=attention
+            input_ids=tokens.ids[None],
+            position_ids=tokens.positions[None],
+            use_cache=False,
+            return_dict=True,
+            nestsp=attention,
         )
         head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return sliced_loss_sum(head, output.last_hidden_state[0], tokens.targets, tokens.weights, self.slice_tokens)

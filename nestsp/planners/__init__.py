@@ -8,12 +8,13 @@ from typing import Protocol
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.config import PlannerConfig
-from nestsp.errors import ConfigError, did_you_mean
+from nestsp.errors import ConfigError, InfeasibleError, did_you_mean
 from nestsp.plan import Plan
 from nestsp.planners.nsp import NspPlanner
 from nestsp.planners.packing import check_lengths, smallest_fitting_level
 from nestsp.planners.static import StaticPlanner
 from nestsp.shape import ModelShape
+from nestsp.units import format_count
 
 __all__ = ["PLANNERS", "NspPlanner", "Planner", "StaticPlanner", "check_lengths", "make_planner"]
 
@@ -32,6 +33,12 @@ def _static(config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: 
         level = smallest_fitting_level(tree, config.max_tokens_per_rank, longest)
         degree = tree.degree(0 if level is None else level)
     tree.level_of_degree(degree)
+    if -(-longest // degree) > config.max_tokens_per_rank:
+        raise InfeasibleError(
+            f"the longest sequence has {format_count(longest)} tokens and needs {format_count(-(-longest // degree))} "
+            f"on each of planner.degree = {degree} ranks, but planner.max_tokens_per_rank is "
+            f"{format_count(config.max_tokens_per_rank)}; raise one of them, or set data.max_length"
+        )
     return StaticPlanner(tree, shape, config.max_tokens_per_rank, degree)
 
 

@@ -2,10 +2,11 @@
 
 Longest first, each sequence takes the smallest group on which it fits and on which no rank passes the mean work of the
 batch; where no group keeps below the mean, the one whose busiest rank stays lowest. So long sequences are split as far
-as memory and balance ask, and short ones fill what is left on single ranks, where they communicate nothing. Microbatches
-are as few as the packing finds: each one costs a gather of all parameters. The plans of every single level are made
-too, and one of them is taken if it needs fewer microbatches, or if it spares the slowest ranks a tenth of their work:
-less than that is not worth splitting the short sequences, whose exchanges this first planner does not price.
+as memory and balance ask, and short ones fill what is left on single ranks, where they communicate nothing.
+Microbatches are as few as the packing finds: each one costs a gather of all parameters. The plans of every single level
+are made too, and one of them is taken if it needs fewer microbatches, or if it spares the slowest ranks a tenth of
+their work: less than that is not worth splitting the short sequences, whose exchanges this first planner does not
+price.
 
 The method is ours; the idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755, whose
 planner searches with a cost model (ours, here, balances work alone).

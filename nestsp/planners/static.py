@@ -51,7 +51,8 @@ class StaticPlanner:
             raise InfeasibleError(
                 f"sequence {batch.ids[longest]} ({format_count(length)} tokens) needs "
                 f"{format_count(-(-length // self.degree))} tokens on each of {self.degree} ranks, but "
-                f"planner.max_tokens_per_rank is {format_count(self.max_tokens_per_rank)}; raise planner.degree or the cap"
+                f"planner.max_tokens_per_rank is {format_count(self.max_tokens_per_rank)}; raise planner.degree or "
+                "the cap"
             )
         least = max(1, -(-batch.num_tokens // (self.tree.num_ranks * self.max_tokens_per_rank)))
         for num_microbatches in range(least, max(least, batch.num_sequences) + 1):

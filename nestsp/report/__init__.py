@@ -1,1 +1,1 @@
-"""What people look at: tables, charts and traces of plans and timelines."""
+"""What people read: banners, tables, trees."""

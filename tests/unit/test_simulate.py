@@ -1,195 +1,44 @@
 from __future__ import annotations
 
-import dataclasses
-import itertools
-
-import numpy as np
 import pytest
 
 from nestsp.batch import SequenceBatch
-from nestsp.cluster import Cluster, Group
-from nestsp.cost.model import CostModel, make_cost_model
-from nestsp.cost.profile import load_profile
-from nestsp.known_models import known_model
-from nestsp.plan import Keep, Microbatch, Placement, Plan
-from nestsp.schedule import make_schedule
-from nestsp.simulate import Timeline, simulate
+from nestsp.cluster import Group, GroupTree
+from nestsp.cost.work import Rates, Work, sequence_work
+from nestsp.plan import Plan
+from nestsp.shape import ModelShape
+from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
 
-SHAPE = dataclasses.replace(known_model("qwen3-30b-a3b"), num_layers=12, num_moe_layers=12)
-PROFILE = load_profile("h100")
-ROUNDING = 1e-9  # of clocks that are sums of some thousand float64 terms
+SHAPE = ModelShape("llama", 2, 64, 6, 2, 16, 128, 100)
 
 
-def model(num_hosts: int = 2, ranks_per_host: int = 4, **changes: float) -> CostModel:
-    profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
-    return make_cost_model(SHAPE, Cluster(num_hosts, ranks_per_host), profile)
-
-
-def nested(cost: CostModel, *, ring: int = 1, keep: Keep = "none", kept_layers: int = 0) -> Plan:
-    """One long sequence on all ranks, two middle ones on one host each, short ones on six of eight ranks."""
-    tree = cost.tree
-    batch = SequenceBatch.of_lengths([60_000, 20_000, 9_000, 4_000, 3_000, 2_000, 2_000, 500, 1])
-    groups = [tree.group(0, 0), tree.group(1, 0), tree.group(1, 4), *(tree.group(3, rank) for rank in range(6))]
-    placements = tuple(
-        Placement(group, (position,), ring if group.level == 0 else 1, keep if group.degree > 1 else "none")
-        for position, group in enumerate(groups)
+def test_a_member_works_for_its_tokens_and_for_its_heads() -> None:
+    """G18; 6 heads on 4 ranks are 1, 2, 1, 2 of them."""
+    tree = GroupTree((4,))
+    plan = Plan.of_groups(
+        tree, SequenceBatch.of_lengths([8, 5]), [{tree.group(0, 0): [0], Group(1, 3, 1): [1]}], "hand"
     )
-    plan = Plan(tree, batch, (Microbatch(placements, kept_layers),), tuple(range(tree.num_levels)), "test")
-    plan.check()
-    return plan
-
-
-def timeline(plan: Plan, cost: CostModel, *, streaming: bool = True, record: bool = False) -> Timeline:
-    return simulate(make_schedule(plan, streaming=streaming), cost, record=record)
-
-
-VARIANTS = [
-    pytest.param(1, "none", 0, id="ulysses"),
-    pytest.param(1, "output", 0, id="kept-output"),
-    pytest.param(1, "none", 5, id="kept-layers"),
-    pytest.param(1, "none", 12, id="all-layers-kept"),
-    pytest.param(8, "none", 0, id="ring"),
-    pytest.param(2, "output", 3, id="hybrid"),
-]
-
-
-@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
-@pytest.mark.parametrize("streaming", [True, False])
-def test_passing_over_layers_gives_what_walking_each_gives(
-    ring: int, keep: Keep, kept_layers: int, streaming: bool
-) -> None:
-    cost = model()
-    plan = nested(cost, ring=ring, keep=keep, kept_layers=kept_layers)
-    short = timeline(plan, cost, streaming=streaming)
-    full = timeline(plan, cost, streaming=streaming, record=True)
-    assert short.makespan_s == pytest.approx(full.makespan_s, rel=ROUNDING)
-    np.testing.assert_allclose(short.exchanging_s, full.exchanging_s, rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(short.computing_s, full.computing_s, rtol=ROUNDING)
-
-
-@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
-def test_every_second_of_a_rank_is_computing_exchanging_or_waiting(ring: int, keep: Keep, kept_layers: int) -> None:
-    cost = model()
-    result = timeline(nested(cost, ring=ring, keep=keep, kept_layers=kept_layers), cost, record=True)
-    total = result.computing_s + result.exchanging_s + result.waiting_s
-    np.testing.assert_allclose(total, result.makespan_s, rtol=ROUNDING)
-    assert (result.waiting_s >= 0).all()
-    recorded = np.zeros(8)
-    for event in result.events:
-        if event.track == "computation":
-            np.add.at(recorded, event.ranks, event.ends_s - event.starts_s)
-    np.testing.assert_allclose(recorded, result.computing_s, rtol=ROUNDING)
-
-
-@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
-def test_no_stream_of_a_rank_does_two_things_at_once(ring: int, keep: Keep, kept_layers: int) -> None:
-    cost = model()
-    result = timeline(nested(cost, ring=ring, keep=keep, kept_layers=kept_layers), cost, record=True)
-    for rank, track in itertools.product(range(8), ("computation", "host links", "network")):
-        spans = sorted(
-            (float(start), float(end))
-            for event in result.events
-            if event.track == track
-            for start, end in zip(event.starts_s[event.ranks == rank], event.ends_s[event.ranks == rank], strict=True)
-        )
-        assert all(first[1] <= second[0] + 1e-12 for first, second in itertools.pairwise(spans))
-
-
-def test_streaming_hides_exchanges_behind_other_groups_attention() -> None:
-    cost = model(network_bytes_per_s=20e9)
-    plan = nested(cost)
-    streamed, in_turn = timeline(plan, cost), timeline(plan, cost, streaming=False)
-    assert streamed.makespan_s < in_turn.makespan_s
-    np.testing.assert_allclose(streamed.computing_s, in_turn.computing_s)
-
-
-def test_one_rank_only_computes() -> None:
-    cost = make_cost_model(known_model("qwen3-0.6b"), Cluster(1, 1), PROFILE)
-    batch = SequenceBatch.of_lengths([4096, 100])
-    plan = Plan.of_groups(cost.tree, batch, [{cost.tree.group(0, 0): [0, 1]}], "test")
-    result = timeline(plan, cost)
-    assert result.exposed == 0
-    assert result.waiting_s.max() <= ROUNDING * result.makespan_s
-    layers, compute = cost.shape.num_layers, cost.compute
-    size = (4196, 4096**2 + 100**2, 4096)
-    forward = float(compute.attention_s("forward", 16, *size))
-    backward = float(compute.attention_s("backward", 16, *size))
-    linear = 4196 * (4 * layers * compute.linear_s + cost.head_s)
-    assert result.makespan_s == pytest.approx(linear + layers * (2 * forward + backward) + cost.update_s)
-
-
-def test_kept_layers_are_not_computed_again() -> None:
-    cost = model()
-    none, some, every = (timeline(nested(cost, kept_layers=k), cost).computing_s.sum() for k in (0, 4, 12))
-    assert none - some == pytest.approx((none - every) / 3)
-    assert none > 1.2 * every
-
-
-def test_a_kept_output_saves_its_exchanges_and_kernels_in_the_recompute() -> None:
-    cost = model()
-    without, kept = (timeline(nested(cost, keep=keep), cost) for keep in ("none", "output"))
-    assert kept.makespan_s < without.makespan_s
-    assert kept.computing_s.sum() < without.computing_s.sum()
-    assert kept.peak_bytes.max() > without.peak_bytes.max()
-
-
-def test_waiting_for_a_late_peer_is_no_exposed_communication() -> None:
-    """Two ranks, no parameters to gather: the one without work of its own waits for the other to join the exchange."""
-    fast = {"host_bytes_per_s": 1e15, "host_latency_s": 0.0, "peer_latency_s": 0.0, "launch_s": 0.0}
-    cost = make_cost_model(
-        known_model("qwen3-0.6b"),
-        Cluster(1, 2),
-        dataclasses.replace(PROFILE, **fast),  # type: ignore[arg-type]
+    whole, alone = sequence_work(SHAPE, 8), sequence_work(SHAPE, 5)
+    (ranks,) = plan_work(plan, SHAPE)
+    assert [rank.linear for rank in ranks] == [whole.linear / 4] * 3 + [whole.linear / 4 + alone.linear]
+    assert [rank.attention for rank in ranks] == pytest.approx(
+        [whole.attention / 6, whole.attention / 3, whole.attention / 6, whole.attention / 3 + alone.attention]
     )
-    tree = cost.tree
-    batch = SequenceBatch.of_lengths([64, 30_000])
-    plan = Plan.of_groups(tree, batch, [{tree.group(0, 0): [0], tree.group(1, 0): [1]}], "test")
-    result = timeline(plan, cost)
-    assert result.exchanging_s.max() < 0.01 * result.makespan_s
-    assert result.waiting_s[1] > 0.5 * result.makespan_s
-    assert result.waiting_s[0] < 0.01 * result.makespan_s
 
 
-def test_gathers_take_their_turn_on_the_network_and_bound_a_step_that_has_little_to_compute() -> None:
-    cost = model()
-    batch = SequenceBatch.of_lengths([8])
-    plan = Plan.of_groups(cost.tree, batch, [{cost.tree.group(3, 0): [0]}], "test")
-    result = timeline(plan, cost)
-    layers = cost.shape.num_layers
-    wire = layers * (2 * cost.layer_gather_s + cost.layer_reduce_s) + cost.root_gather_s + cost.root_reduce_s
-    assert wire <= result.makespan_s < 1.15 * wire
-    assert result.exposed > 0.9
+def test_a_step_lasts_as_long_as_the_slowest_rank_of_each_microbatch() -> None:
+    work = ((Work(10, 1), Work(2, 4)), (Work(1, 1), Work(5, 0)))
+    assert slowest_work(work) == Work(15, 1)
+    assert estimate_s(work, Rates(2.0, 10.0)) == max(30, 44) + max(12, 10)
+    assert imbalance(work) == pytest.approx((11 + 5) / (17 / 2 + 7 / 2) - 1)
 
 
-def test_a_microbatch_more_costs_its_gathers() -> None:
-    cost = model()
-    plan = nested(cost)
-    microbatch = plan.microbatches[0]
-    split = dataclasses.replace(
-        plan,
-        microbatches=(Microbatch(microbatch.placements[:1]), Microbatch(microbatch.placements[1:])),
-    )
-    split.check()
-    one, two = timeline(plan, cost), timeline(split, cost)
-    assert len(two.microbatch_s) == 2
-    assert sum(two.microbatch_s) < two.makespan_s
-    assert two.makespan_s > one.makespan_s
-    assert two.peak_bytes.max() < one.peak_bytes.max()
+def test_no_work_is_balanced() -> None:
+    assert imbalance(((Work(0, 0), Work(0, 0)),)) == 0
+    assert slowest_work(()) == Work(0, 0)
 
 
-def test_a_small_group_that_is_done_early_does_not_hold_up_its_parents_order() -> None:
-    """A child group is done long before its parent's exchange: the walk ends, with each wait paired."""
-    cost = model(network_bytes_per_s=1e9)
-    tree = cost.tree
-    batch = SequenceBatch.of_lengths([100_000, 2, 2, 2])
-    groups: dict[Group, list[int]] = {
-        tree.group(0, 0): [0],
-        tree.group(1, 0): [1],
-        tree.group(2, 0): [2],
-        tree.group(3, 7): [3],
-    }
-    for order in itertools.permutations(range(tree.num_levels)):
-        plan = dataclasses.replace(Plan.of_groups(tree, batch, [groups], "test"), level_order=order)
-        plan.check()
-        result = timeline(plan, cost)
-        assert np.isfinite(result.makespan_s)
+def test_work_scales_and_adds_part_by_part() -> None:
+    assert Work(2, 3) + Work(5, 7) == Work(7, 10)
+    assert Work(2, 3).scaled(10, 100) == Work(20, 300)
+    assert Work(2, 3).total == 5

@@ -1,0 +1,142 @@
+"""``nestsp``: train, verify, config.
+
+The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import nestsp
+from nestsp.config import RunConfig, describe_settings, load_config
+from nestsp.errors import NestspError
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train Hugging Face language models on long-tailed, variable-length data by nested sequence parallelism.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run; see `nestsp config`.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, such as train.steps=20. May be repeated."),
+]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    set_: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Go on from a checkpoint: of the latest run of this name (auto), of a run's folder, or that one. "
+            "Without it, every start is a new run in a new folder.",
+        ),
+    ] = None,
+) -> None:
+    """Train a model.
+
+    Starts cluster.ranks ranks on this machine. For several machines, or your own launcher, start the same command as
+    ranks of torchrun: torchrun --nproc-per-node 4 -m nestsp train CONFIG
+    """
+    settings = load_config(config, set_ or ())
+    if _is_rank():
+        from nestsp.train.launch import run_rank
+        from nestsp.train.trainer import train as train_rank
+
+        run_rank(lambda: train_rank(settings, resume))
+    _launch(settings)
+
+
+@app.command()
+def verify(
+    config: ConfigPath,
+    set_: Overrides = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Largest batch that is compared, in tokens.")] = 8192,
+) -> None:
+    """Compare one planned step with one process: loss and every gradient, in float64.
+
+    Run it before you trust a new model. Takes the run's own model, corpus, tree and planner, on the CPU. Exits with 1
+    if anything differs by more than rounding.
+    """
+    settings = load_config(config, set_ or ())
+    if _is_rank():
+        from nestsp.train.launch import run_rank
+        from nestsp.train.verify import verify as verify_rank
+
+        run_rank(lambda: verify_rank(settings, max_tokens))
+    _launch(settings)
+
+
+@app.command(name="config")
+def show_config() -> None:
+    """Print all settings with their types, defaults and meanings."""
+    import textwrap
+
+    for key, kind, default, meaning in describe_settings():
+        if not kind:
+            print(f"\n# {meaning}\n{key}:")
+            continue
+        indent = "  " * key.count(".")
+        for line in textwrap.wrap(meaning, 100):
+            print(f"{indent}# {line}")
+        print(
+            f"{indent}{key.rpartition('.')[2]}: {default}  # {kind}"
+            if default != "required"
+            else f"{indent}{key.rpartition('.')[2]}:  # {kind}, required"
+        )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"nestsp {nestsp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is said in one sentence, with exit code 2."""
+    try:
+        app()
+    except NestspError as error:
+        # Ranks of one host all read the same settings; one of them says what is wrong with them.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"nestsp: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_rank() -> bool:
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _launch(settings: RunConfig) -> None:
+    """Start the ranks of this command on this machine, and leave with their exit code."""
+    # The store is built before any rank waits for it, and with it a progress bar and the first errors.
+    from nestsp.data.samples import open_samples
+    from nestsp.train.console import Screen
+    from nestsp.train.launch import launch_ranks
+    from nestsp.train.world import default_num_ranks
+
+    with Screen().progress("tokenising", None) as bar:
+        open_samples(settings.data, bar.set)
+    num_ranks = settings.cluster.ranks or default_num_ranks(settings.cluster)
+    sys.exit(launch_ranks(sys.argv[1:], num_ranks))

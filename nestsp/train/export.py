@@ -1,0 +1,143 @@
+"""Export of a trained model to the files that Transformers' ``from_pretrained`` reads.
+
+Transformers' own ``save_pretrained`` writes them, so conversions such as those of experts' weights are Transformers'.
+Parameters are gathered one at a time and kept by rank 0 alone, on the CPU: price, the whole model in float32 in rank
+0's memory, and one parameter at a time on every device.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as hf_logging
+
+from nestsp.errors import CheckpointError
+from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
+
+__all__ = ["export_hugging_face"]
+
+# What a tokenizer's folder may hold of it (Transformers 5).
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def export_hugging_face(
+    root: nn.Module,
+    config: PreTrainedConfig,
+    folder: Path,
+    *,
+    rank: int,
+    control_group: dist.ProcessGroup,
+    tokenizer: Path | None = None,
+) -> Path:
+    """Write a model as Hugging Face safetensors and ``config.json``, float32. All ranks call it.
+
+    The folder is whole or not there; an earlier export in it is replaced once the new one is whole.
+
+    Args:
+        root: A `nestsp.model.root.LossRoot`, sharded or not.
+        config: The model's; not changed.
+        folder: Where to; its name must be free or an export's.
+        rank: This one.
+        control_group: A CPU group of all ranks.
+        tokenizer: A tokenizer's folder, whose files are copied along.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: It failed; then nothing has changed.
+    """
+    task, remedy = f"{folder} could not be exported", "free space or mend the folder; the checkpoints are whole"
+
+    def prepare() -> None:
+        if rank == 0:
+            if folder.exists() and not (folder / "config.json").is_file():
+                raise CheckpointError(
+                    f"{folder} is there and is no exported model, but an export would replace it; give another folder"
+                )
+            prepare_folder(folder)
+
+    on_all_ranks(control_group, task, prepare, remedy=remedy)
+    tensors = _gather(root, keep=rank == 0)
+
+    def write() -> None:
+        if rank == 0:
+            saving = folder.with_name(f".saving-{folder.name}")
+            try:
+                _write_model(config, tensors, saving)
+                if tokenizer is not None:
+                    _copy_tokenizer(tokenizer, saving)
+                for path in saving.iterdir():
+                    _sync(path)
+                publish_folder(saving, folder)
+            except BaseException:
+                shutil.rmtree(saving, ignore_errors=True)
+                raise
+
+    on_all_ranks(control_group, task, write, remedy=remedy)
+    return folder
+
+
+def _gather(root: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Whole tensors by Hugging Face names, float32 on the CPU of the rank that keeps them. All ranks call it."""
+    tensors = {}
+    for name, parameter in named_parameters(root).items():
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        if keep:
+            tensors[name] = whole.to("cpu", torch.float32, copy=True)
+    return tensors
+
+
+def _write_model(config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path) -> None:
+    # A model without memory of its own, to whose class save_pretrained belongs. Its config is a copy: saving notes
+    # things in it, and its attention is the default's, which every reader has.
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would write over ours
+    try:
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    present = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
+    if not present:
+        raise CheckpointError(
+            f"the tokenizer's folder is {source}, but it has no tokenizer file; export without a tokenizer, or "
+            "give its folder"
+        )
+    for name in present:
+        shutil.copyfile(source / name, folder / name)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,97 @@
+"""Brings every rank the same plan of the next batch, planned ahead by rank 0.
+
+Every rank takes the same batches from the stream, which is a function of the seed and the position alone. Rank 0's
+planning process works a few batches ahead; rank 0 broadcasts each plan as text; every rank checks it against its own
+batch and compares digests, before it acts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+
+from nestsp.batch import SequenceBatch
+from nestsp.data.stream import DataState
+from nestsp.errors import NestspError, PlanError
+from nestsp.execute.executor import Executor
+from nestsp.plan import Plan
+from nestsp.planners.worker import PlanningProcess
+from nestsp.train.prepare import Prepared
+from nestsp.train.world import World
+
+__all__ = ["PlanFeed", "PlannedBatch"]
+
+_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One step's plan, and where the data stand after it."""
+
+    plan: Plan
+    after: DataState
+
+
+class PlanFeed:
+    """Plans of a run, one a step, from a position in the data on."""
+
+    def __init__(self, prepared: Prepared, world: World, executor: Executor, start: DataState, num_steps: int) -> None:
+        self._prepared, self._world, self._executor = prepared, world, executor
+        self._state = start
+        self._left = num_steps
+        self._ahead: deque[tuple[SequenceBatch, DataState]] = deque()
+        self._process: PlanningProcess | None = None
+        if world.is_first:
+            self._process = PlanningProcess(
+                prepared.config.planner, prepared.tree, prepared.shape, int(prepared.samples.lengths.max())
+            )
+
+    def take(self) -> PlannedBatch:
+        """The next step's plan, checked and equal on all ranks; every rank must call it.
+
+        Raises:
+            NestspError: The batch cannot be planned, or a plan is not what it must be; on every rank.
+        """
+        while self._left and len(self._ahead) < _AHEAD:
+            batch, after = self._prepared.stream.take(self._state)
+            self._ahead.append((batch, after))
+            self._state = after
+            self._left -= 1
+            if self._process is not None:
+                self._process.submit(batch)
+        batch, after = self._ahead.popleft()
+        planned: str | NestspError | None = self._planned() if self._world.is_first else None
+        text = self._world.share(planned)
+        assert isinstance(text, (str, NestspError))
+        plan: list[Plan] = []
+        digests = self._world.agree(lambda: self._check(text, batch, plan))
+        if len(set(digests)) != 1:
+            raise PlanError("the ranks hold different plans of one batch, but must hold the same; report this as a bug")
+        return PlannedBatch(plan[0], after)
+
+    def close(self) -> None:
+        """End the planning process."""
+        if self._process is not None:
+            self._process.close()
+
+    def _planned(self) -> str | NestspError:
+        assert self._process is not None
+        try:
+            return self._process.take()
+        except NestspError as error:
+            return error
+
+    def _check(self, text: str | NestspError, batch: SequenceBatch, found: list[Plan]) -> str:
+        """Leave this rank's plan in ``found``; return its digest."""
+        if isinstance(text, NestspError):
+            raise text
+        plan = Plan.from_json(json.loads(text))
+        if plan.batch != batch or plan.tree != self._prepared.tree:
+            raise PlanError(
+                "a plan is of another batch or tree than this rank's, but must be of its own; report this as a bug"
+            )
+        plan.check(max_tokens_per_rank=self._prepared.config.planner.max_tokens_per_rank)
+        self._executor.check(plan)
+        found.append(plan)
+        return plan.digest

@@ -1,0 +1,338 @@
+"""The training loop: take a plan, run it, update, tell.
+
+The sum of losses and the count of targets meet only here; the count comes from the batch, before the first forward.
+Nothing a step does depends on how long anything took, so that a run can be repeated and resumed exactly.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nestsp.cluster import Cluster
+from nestsp.config import RunConfig, to_yaml
+from nestsp.data.samples import num_targets
+from nestsp.data.stream import DataState
+from nestsp.errors import CheckpointError, NumericsError
+from nestsp.execute.executor import Executor
+from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
+from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
+from nestsp.train.checkpoint import (
+    Progress,
+    RunIdentity,
+    find_checkpoint,
+    load_checkpoint,
+    model_digest,
+    save_checkpoint,
+    validate_checkpoint,
+)
+from nestsp.train.console import Bar, Screen
+from nestsp.train.export import export_hugging_face
+from nestsp.train.feed import PlanFeed
+from nestsp.train.metrics import JsonLines, RateMeter, StepMetrics
+from nestsp.train.prepare import Prepared, prepare
+from nestsp.train.run_folder import latest_run_folder, new_run_folder
+from nestsp.train.setup import build_executor, compute_dtype
+from nestsp.train.update import learning_rate, make_optimizer, update
+from nestsp.train.world import World, join_world
+from nestsp.units import format_count
+
+__all__ = ["prepare_with_progress", "train"]
+
+
+def train(config: RunConfig, resume: str | None = None) -> int:
+    """Run one rank of a training run, from joining the job to the last file.
+
+    Args:
+        config: The settings.
+        resume: ``auto`` for the latest run of this name, or the path of a run's folder or of a checkpoint; None to
+            begin a new run.
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        NestspError: Something a user can mend, on every rank.
+    """
+    world = join_world(config.cluster)
+    screen = Screen(silent=not world.is_first)
+    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    identity = RunIdentity(
+        corpus=prepared.samples.identity,
+        model=model_digest(prepared.model),
+        corpus_name=config.data.source,
+        model_name=describe_model(prepared.shape),
+    )
+    checkpoint = world.together(lambda: _find(config, resume, identity, world))
+    dtype = compute_dtype(config.train.dtype, world.device)
+    executor = build_executor(prepared, world, dtype=dtype)
+    optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
+    start = Progress(step=0, data=DataState(), settings=_lasting(config))
+    if checkpoint is not None:
+        start = world.together(
+            lambda: load_checkpoint(
+                checkpoint, executor.root, optimizer, identity=identity, control_group=world.control
+            )
+        )
+        world.together(lambda: _same_settings(checkpoint, start, config, prepared))
+    folder = world.agree(lambda: _open_folder(config, checkpoint) if world.is_first else None)[0]
+    assert folder is not None
+    screen.say(_banner(prepared, world, executor, dtype, folder, checkpoint, start))
+    loop = _Loop(prepared, world, executor, optimizer, identity, folder, screen)
+    with screen.progress("training", prepared.num_steps, start.step) as bar:
+        loop.run(start, bar)
+    loop.finish()
+    return 0
+
+
+def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -> Prepared:
+    """`prepare`, with a bar while the token store is built. Several ranks may call it at once; one of them builds."""
+    with screen.progress("tokenising", None) as bar:
+        return prepare(config, cluster, bar.set)
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    prepared: Prepared
+    world: World
+    executor: Executor
+    optimizer: torch.optim.AdamW
+    identity: RunIdentity
+    folder: Path
+    screen: Screen
+    checkpoint: Path | None = None
+
+    def run(self, start: Progress, bar: Bar) -> None:
+        """All steps from a place on."""
+        num_steps = self.prepared.num_steps
+        feed = PlanFeed(self.prepared, self.world, self.executor, start.data, num_steps - start.step)
+        metrics, plans = self._open_records(start.step)
+        rates = RateMeter()
+        every = self.prepared.config.train.checkpoint_every
+        progress = start
+        for step in range(start.step + 1, num_steps + 1):
+            record, plan, after = self._step(step, progress.data, feed, rates)
+            if metrics is not None and plans is not None:
+                metrics.write(record)
+                plans.write({"step": step, **plan.to_json()})
+            self.screen.say(record.line(num_steps))
+            bar.set(step, num_steps)
+            progress = Progress(step=step, data=after, settings=start.settings)
+            if step == num_steps or (every is not None and step % every == 0):
+                self._save(progress)
+        feed.close()
+
+    def _save(self, progress: Progress) -> None:
+        self.checkpoint = self.world.together(
+            lambda: save_checkpoint(
+                self.folder,
+                self.executor.root,
+                self.optimizer,
+                progress,
+                self.identity,
+                control_group=self.world.control,
+            )
+        )
+
+    def finish(self) -> None:
+        """Export, and say where everything is."""
+        rows = [
+            ("metrics", [str(self.folder / "metrics.jsonl")]),
+            ("plans", [str(self.folder / "plans.jsonl")]),
+            ("settings", [str(self.folder / "config.yaml")]),
+        ]
+        if self.checkpoint is not None:
+            rows.append(("checkpoint", [str(self.checkpoint)]))
+        if self.prepared.config.train.export:
+            exported = self.folder / "hf"
+            self.world.together(
+                lambda: export_hugging_face(
+                    self.executor.root,
+                    self.prepared.model,
+                    exported,
+                    rank=self.world.rank,
+                    control_group=self.world.control,
+                )
+            )
+            rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
+        self.screen.say("\n" + aligned(rows))
+
+    def _step(self, step: int, data: DataState, feed: PlanFeed, rates: RateMeter) -> tuple[StepMetrics, Any, DataState]:
+        config = self.prepared.config.train
+        before_plan = time.perf_counter()
+        planned = feed.take()
+        plan = planned.plan
+        start = time.perf_counter()
+        loss_sum = self.executor.run(self.executor.load(plan, self.prepared.samples.read)).double()
+        sums = torch.stack([loss_sum, loss_sum.new_tensor(self.executor.timer.take_s())])
+        dist.all_reduce(sums)
+        total_loss, attention_s = sums.tolist()
+        attention_s /= self.world.cluster.num_ranks
+        targets = num_targets(plan.batch)
+        lr = learning_rate(config, step - 1, self.prepared.num_steps)
+        loss = norm = None
+        if targets:
+            loss = _finite("loss", total_loss / targets, step)
+            norm = update(
+                self.executor.root, self.optimizer, total_weight=targets, max_grad_norm=config.max_grad_norm, lr=lr
+            )
+            _finite("gradient norm", norm, step)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        step_s = time.perf_counter() - start
+        work = plan_work(plan, self.prepared.shape)
+        estimated_s = None if rates.rates is None else estimate_s(work, rates.rates)
+        rates.add(slowest_work(work), step_s, attention_s)
+        record = StepMetrics(
+            step=step,
+            epoch=data.epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            num_sequences=plan.batch.num_sequences,
+            num_tokens=plan.batch.num_tokens,
+            num_targets=targets,
+            tokens_per_s=plan.batch.num_tokens / step_s,
+            step_s=step_s,
+            estimated_s=estimated_s,
+            attention_s=attention_s,
+            wait_s=start - before_plan,
+            imbalance=imbalance(work),
+            num_microbatches=len(plan.microbatches),
+            num_sequences_by_degree=plan.num_sequences_by_degree(),
+        )
+        return record, plan, planned.after
+
+    def _open_records(self, last_step: int) -> tuple[JsonLines | None, JsonLines | None]:
+        if not self.world.is_first:
+            return None, None
+        return (
+            JsonLines.resume(self.folder / "metrics.jsonl", last_step),
+            JsonLines.resume(self.folder / "plans.jsonl", last_step),
+        )
+
+
+def _find(config: RunConfig, resume: str | None, identity: RunIdentity, world: World) -> Path | None:
+    """The checkpoint to go on from, known to be whole and of this run."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        where = latest_run_folder(Path(config.runs_dir), config.name)
+    else:
+        where = Path(resume)
+        if not where.exists():
+            raise CheckpointError(
+                f"--resume is {resume}, but there is nothing there; give a run's folder, a checkpoint's, or auto"
+            )
+    found = find_checkpoint(where)
+    if world.is_first:  # checksums once, not on every rank
+        validate_checkpoint(found, identity)
+    return found
+
+
+def _finite(what: str, value: float, step: int) -> float:
+    if not math.isfinite(value):
+        error = NumericsError(
+            f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step. Lower "
+            "train.learning_rate, or look at the step's samples"
+        )
+        error.raised_on_all_ranks = True  # both are sums over all ranks
+        raise error
+    return value
+
+
+def _lasting(config: RunConfig) -> dict[str, object]:
+    """Settings that must stay the same for a resumed run to see the same batches."""
+    data = config.data
+    return {
+        "data.seed": data.seed,
+        "data.tokens_per_step": data.tokens_per_step,
+        "data.sequences_per_step": data.sequences_per_step,
+    }
+
+
+def _same_settings(checkpoint: Path, start: Progress, config: RunConfig, prepared: Prepared) -> None:
+    for key, value in _lasting(config).items():
+        saved = start.settings.get(key)
+        if saved != value:
+            raise CheckpointError(
+                f"{checkpoint.name} was saved with {key} = {saved}, but this run has {value}, so its place in the data "
+                "means nothing here; set it back, or begin a new run without --resume"
+            )
+    if start.step >= prepared.num_steps:
+        raise CheckpointError(
+            f"{checkpoint.name} is at step {start.step}, but the run ends at step {prepared.num_steps}; raise "
+            "train.steps to go on"
+        )
+
+
+def _open_folder(config: RunConfig, checkpoint: Path | None) -> Path:
+    """The run's folder with its settings in it: a new one, or the one a checkpoint lies in."""
+    folder = checkpoint.parent.parent if checkpoint else new_run_folder(Path(config.runs_dir), config.name)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return folder
+
+
+def _banner(
+    prepared: Prepared,
+    world: World,
+    executor: Executor,
+    dtype: torch.dtype,
+    folder: Path,
+    checkpoint: Path | None,
+    start: Progress,
+) -> str:
+    config = prepared.config
+    device = platform.machine() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
+    cap = config.planner.max_tokens_per_rank
+    degree = "" if config.planner.degree is None else f", degree {config.planner.degree}"
+    rows = [
+        ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
+        ("model", [describe_model(prepared.shape)]),
+        (
+            "ranks",
+            [
+                f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
+                f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
+                f"FSDP2 over all ranks; layers are {'recomputed' if executor.recompute else 'kept'} in backward",
+            ],
+        ),
+        ("tree", draw_tree(prepared.tree)),
+        ("planner", [f"{config.planner.name}{degree}"]),
+        (
+            "cap",
+            [
+                f"{format_count(cap)} tokens a rank holds in one microbatch, after splitting "
+                f"(a sequence of {format_count(cap * prepared.tree.num_ranks)} fits on all ranks together)"
+            ],
+        ),
+        (
+            "data",
+            [
+                f"{config.data.source}, tokens by {config.data.tokenizer}",
+                *prepared.samples.counts.describe().split("; "),
+            ],
+        ),
+        (
+            "steps",
+            [
+                steps_arithmetic(
+                    num_samples=prepared.samples.num_samples,
+                    steps_in_epoch=prepared.stream.steps_in_epoch(0),
+                    num_steps=prepared.num_steps,
+                    tokens_per_step=config.data.tokens_per_step,
+                    sequences_per_step=config.data.sequences_per_step,
+                )
+            ]
+            + ([f"going on after step {start.step}"] if start.step else []),
+        ),
+    ]
+    return f"nestsp {importlib.metadata.version('nestsp')}\n{aligned(rows)}\n"

@@ -1,0 +1,221 @@
+"""``nestsp verify``: one planned step against the same batch in one process, both in float64, on this machine's CPU.
+
+Rank 0 computes the reference after the planned step: Transformers' own model with ``sdpa``, each sequence alone, full
+logits. Experts run eagerly, because grouped products do not exist in float64. There is no clipping and no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from nestsp.batch import SequenceBatch
+from nestsp.cluster import Group
+from nestsp.config import RunConfig
+from nestsp.data.samples import num_targets
+from nestsp.data.stream import DataState
+from nestsp.errors import ConfigError, InfeasibleError
+from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.verify import (
+    Gradients,
+    RoutingRecorder,
+    Verification,
+    compare_gradients,
+    full_gradients,
+    reference_gradients,
+)
+from nestsp.model.adapter import build_model
+from nestsp.plan import Plan
+from nestsp.planners import make_planner
+from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
+from nestsp.shard import rank_spans
+from nestsp.train.console import Screen
+from nestsp.train.launch import EXIT_SAID
+from nestsp.train.prepare import Prepared
+from nestsp.train.setup import build_executor
+from nestsp.train.trainer import prepare_with_progress
+from nestsp.train.world import World, join_world
+from nestsp.units import format_count, plural
+
+__all__ = ["TOLERANCE", "choose_plan", "verify"]
+
+TOLERANCE = 1e-9
+"""Largest error that passes; rounding in float64 leaves about 1e-14."""
+
+# Batches of the first epoch that are looked at for one that uses every level.
+_BATCHES_TRIED = 200
+
+
+def verify(config: RunConfig, max_tokens: int) -> int:
+    """Run one rank of a verification.
+
+    Args:
+        config: A run's settings; planner, tree, model and corpus are those of the run.
+        max_tokens: Tokens of the batch that is compared.
+
+    Returns:
+        0 if loss, gradient norm, every gradient and every expert choice agree, else a code that ends the job with 1.
+    """
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    world = join_world(config.cluster)
+    screen = Screen(silent=not world.is_first)
+    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    plan, note = world.together(lambda: choose_plan(prepared, max_tokens))
+    screen.say(_banner(prepared, world, plan, note))
+    options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
+    executor = build_executor(prepared, world, dtype=torch.float64, model_options=options)
+    screen.say("running the planned step ...")
+    planned = _planned(executor, plan, prepared, world)
+    code = 0
+    if world.is_first:
+        screen.say(
+            f"running {plural(plan.batch.num_sequences, 'sequence')} alone, one after another, in one process ..."
+        )
+        model = build_model(prepared.model, seed=config.train.seed, attention="sdpa", **options).double()
+        sequences = {
+            identity: torch.from_numpy(prepared.samples.read(identity, 0, length).astype("int64"))
+            for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True)
+        }
+        result = compare_gradients(planned, reference_gradients(model, sequences), num_targets(plan.batch))
+        _print(result)
+        code = 0 if result.passes(TOLERANCE) else EXIT_SAID
+    return world.share(code)
+
+
+def choose_plan(prepared: Prepared, max_tokens: int) -> tuple[Plan, str]:
+    """A plan of at most ``max_tokens`` tokens that uses every level that the planner can use.
+
+    The run's own planner plans the run's own batches, cut to size and with the cap lowered in proportion. If none of
+    the first batches uses every level, one is placed on all levels by hand.
+
+    Returns:
+        The plan, and a sentence that says where it comes from.
+    """
+    config = prepared.config
+    wanted = set(range(prepared.tree.num_levels)) if config.planner.name != "static" else set()
+    best: tuple[int, Plan] | None = None
+    for number, batch in enumerate(_batches(prepared, max_tokens)):
+        plan = _plan_small(prepared, batch)
+        if plan is None:
+            continue
+        used = {placement.group.level for _, placement in plan.placements()}
+        if wanted <= used:
+            return plan, f"batch {number} of the run, planned by {config.planner.name}"
+        if best is None or len(used) > best[0]:
+            best = (len(used), plan)
+    if best is None:
+        raise ConfigError(
+            f"--max-tokens is {format_count(max_tokens)}, but no batch of at most that many tokens was found; raise it"
+        )
+    spread = _spread_over_levels(prepared, best[1].batch)
+    if spread is None:
+        return best[1], f"planned by {config.planner.name}; the batch has too few sequences to use every level"
+    return spread, f"no batch of the run uses every level under {config.planner.name}: placed on all levels by hand"
+
+
+def _batches(prepared: Prepared, max_tokens: int) -> Iterator[SequenceBatch]:
+    """The run's first batches, each cut to its first sequences that fit."""
+    state = DataState()
+    for _ in range(_BATCHES_TRIED):
+        batch, state = prepared.stream.take(state)
+        taken: list[int] = []
+        total = 0
+        for position, length in enumerate(batch.lengths):
+            if total + length <= max_tokens:
+                taken.append(position)
+                total += length
+        if taken:
+            yield SequenceBatch(tuple(batch.ids[p] for p in taken), tuple(batch.lengths[p] for p in taken))
+        if state.epoch:
+            return
+
+
+def _plan_small(prepared: Prepared, batch: SequenceBatch) -> Plan | None:
+    """Plan a batch under a cap that is to it what the run's cap is to the run's batches."""
+    planner = prepared.config.planner
+    full = prepared.config.data.tokens_per_step or batch.num_tokens
+    cap = min(planner.max_tokens_per_rank, max(1, planner.max_tokens_per_rank * batch.num_tokens // full))
+    least = -(-max(batch.lengths) // prepared.tree.num_ranks)
+    settings = planner.model_copy(update={"max_tokens_per_rank": max(cap, least)})
+    try:
+        return make_planner(settings, prepared.tree, prepared.shape, int(prepared.samples.lengths.max())).plan(batch)
+    except InfeasibleError:
+        return None
+
+
+def _spread_over_levels(prepared: Prepared, batch: SequenceBatch) -> Plan | None:
+    """The longest sequence on the root, the next on level 1, and so on around."""
+    tree = prepared.tree
+    if batch.num_sequences < tree.num_levels:
+        return None
+    order = sorted(range(batch.num_sequences), key=lambda position: -batch.lengths[position])
+    groups: dict[Group, list[int]] = {}
+    for number, position in enumerate(order):
+        level, around = number % tree.num_levels, number // tree.num_levels
+        candidates = tree.groups(level)
+        groups.setdefault(candidates[around % len(candidates)], []).append(position)
+    return Plan.of_groups(tree, batch, [groups], "by hand")
+
+
+def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -> Gradients:
+    plan.check()
+    world.together(lambda: executor.check(plan))
+    recorder = RoutingRecorder(executor.root)
+    total = torch.zeros((), dtype=torch.float64)
+    local = executor.load(plan, prepared.samples.read)
+    for microbatch, spans in zip(local.microbatches, rank_spans(plan, world.rank), strict=True):
+        origin = [(plan.batch.ids[s.sequence], p) for s in spans.spans for p in range(s.start, s.stop)]
+        with recorder.tokens(origin):
+            total += executor.run(LocalBatch((microbatch,)))
+    recorder.remove()
+    dist.all_reduce(total)
+    gathered: list[Mapping[tuple[int, int, int], tuple[int, ...]] | None] = [None] * world.cluster.num_ranks
+    dist.gather_object(recorder.choices, gathered if world.is_first else None, group=world.control)
+    choices = {key: value for part in gathered if part is not None for key, value in part.items()}
+    return Gradients(total.item(), full_gradients(executor.root, keep=world.is_first), choices)
+
+
+def _banner(prepared: Prepared, world: World, plan: Plan, note: str) -> str:
+    rows = [
+        ("model", [describe_model(prepared.shape) + "; float64"]),
+        ("ranks", [f"{describe_cluster(world.cluster)}, cpu, gloo"]),
+        ("tree", draw_tree(prepared.tree)),
+        (
+            "batch",
+            [f"{plural(plan.batch.num_sequences, 'sequence')}, {plural(plan.batch.num_tokens, 'token')}; {note}"],
+        ),
+        ("plan", plan.format_tree().splitlines()),
+    ]
+    return aligned(rows) + "\n"
+
+
+def _print(result: Verification) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 100)  # the table is not cut where there is no terminal
+    table = Table(box=None, pad_edge=False, header_style="")
+    for title, justify in (
+        ("", "left"),
+        ("parameters", "right"),
+        ("planned", "right"),
+        ("one process", "right"),
+        ("error", "right"),
+    ):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    table.add_row("loss", "", f"{result.loss:.12f}", f"{result.reference_loss:.12f}", f"{result.loss_error:.1e}")
+    table.add_row(
+        "gradient norm", "", f"{result.norm:.12f}", f"{result.reference_norm:.12f}", f"{result.norm_error:.1e}"
+    )
+    for group, (count, worst) in result.errors_by_group().items():
+        table.add_row(f"gradients of {group}", str(count), "", "", f"{worst:.1e}")
+    console.print(table)
+    if result.num_routed:
+        console.print(
+            f"experts: {format_count(result.num_rerouted)} of {format_count(result.num_routed)} choices "
+            "(tokens × layers) differ"
+        )
+    verdict = "equal" if result.passes(TOLERANCE) else "DIFFERENT"
+    console.print(f"{verdict}: largest error {result.worst:.1e}, tolerance {TOLERANCE:.0e}")

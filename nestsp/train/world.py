@@ -1,0 +1,144 @@
+"""This rank's place in the run: read once from what torchrun set, and passed on from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nestsp import errors
+from nestsp.cluster import Cluster
+from nestsp.config import ClusterConfig
+from nestsp.errors import LaunchError, NestspError
+
+__all__ = ["World", "choose_device_type", "default_num_ranks", "join_world"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """One rank of a running job.
+
+    Attributes:
+        rank: 0 to ``cluster.num_ranks - 1``.
+        local_rank: The rank's number on its host.
+        cluster: Hosts and ranks.
+        device: Where this rank computes.
+        backend: Names of the communication backends.
+        control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
+    """
+
+    rank: int
+    local_rank: int
+    cluster: Cluster
+    device: torch.device
+    backend: str
+    control: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it prints, and writes what is written once."""
+        return self.rank == 0
+
+    def share(self, value: T | None) -> T:
+        """Give rank 0's value to all ranks."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        result: T = box[0]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Give every rank's value to all ranks, by rank."""
+        values: list[Any] = [None] * self.cluster.num_ranks
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def agree(self, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank that may be refused on some; then it is refused on all.
+
+        Returns:
+            Every rank's result, by rank.
+
+        Raises:
+            NestspError: The error of the lowest rank that had one, on every rank.
+        """
+        result: T | None = None
+        mine: tuple[str, str] | None = None
+        try:
+            result = action()
+        except NestspError as error:
+            mine = (type(error).__name__, str(error))
+        outcomes = self.gather((mine, result))
+        errors_by_rank = [error for error, _ in outcomes]
+        for rank, outcome in enumerate(errors_by_rank):
+            if outcome is not None:
+                name, message = outcome
+                alike = all(other == outcome for other in errors_by_rank)
+                shared: NestspError = getattr(errors, name)(message if alike else f"rank {rank}: {message}")
+                shared.raised_on_all_ranks = True
+                raise shared
+        return [value for _, value in outcomes]  # type: ignore[misc]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """As `agree`, for a result that stays on its rank."""
+        box: list[T] = []
+        self.agree(lambda: box.append(action()))
+        return box[0]
+
+
+def default_num_ranks(config: ClusterConfig) -> int:
+    """One rank a GPU, or one without GPUs."""
+    return max(1, torch.cuda.device_count()) if config.device != "cpu" and torch.cuda.is_available() else 1
+
+
+def choose_device_type(config: ClusterConfig, ranks_per_host: int) -> str:
+    """``cpu`` or ``cuda``.
+
+    Raises:
+        LaunchError: GPUs were asked for and there are too few.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and num_gpus < ranks_per_host:
+        raise LaunchError(
+            f"cluster.device is cuda and each host has {ranks_per_host} ranks, but this host has {num_gpus} GPUs; "
+            "start fewer ranks, or set cluster.device = cpu"
+        )
+    return "cuda" if config.device != "cpu" and num_gpus >= ranks_per_host else "cpu"
+
+
+def join_world(config: ClusterConfig) -> World:
+    """Join the process group that torchrun prepared.
+
+    Raises:
+        LaunchError: The ranks were started otherwise than the settings say.
+    """
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, ranks_per_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_ranks % ranks_per_host:
+        raise LaunchError(
+            f"the job has {num_ranks} ranks and {ranks_per_host} on this host, but every host must have equally many; "
+            "start torchrun with the same --nproc-per-node everywhere"
+        )
+    if config.ranks is not None and config.ranks != ranks_per_host:
+        raise LaunchError(
+            f"cluster.ranks is {config.ranks}, but torchrun started {ranks_per_host} ranks on this host; start it with "
+            f"--nproc-per-node {config.ranks}, or leave cluster.ranks out"
+        )
+    kind = choose_device_type(config, ranks_per_host)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)
+    cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
+    return World(rank, local_rank, cluster, device, "nccl" if kind == "cuda" else "gloo", control)

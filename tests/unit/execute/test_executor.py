@@ -1,0 +1,71 @@
+"""What an executor refuses of a plan, before any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from nestsp.attention.local import CpuFlash
+from nestsp.batch import SequenceBatch
+from nestsp.cluster import GroupTree
+from nestsp.comm.groups import Link
+from nestsp.errors import PlanError
+from nestsp.execute.executor import Executor
+from nestsp.execute.measure import AttentionTimer
+from nestsp.plan import Plan
+from nestsp.shape import ModelShape
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    intermediate_size=8,
+    vocab_size=11,
+)
+
+
+def make_executor(tree: GroupTree) -> Executor:
+    degrees = {level: tree.degree(level) for level in range(tree.num_levels)}
+    no_group = None  # nothing may be sent in these tests
+    links: Mapping[int, Link] = {
+        level: Link(no_group, degree, None)  # type: ignore[arg-type]
+        for level, degree in degrees.items()
+        if degree > 1
+    }
+    return Executor(nn.Linear(1, 1), SHAPE, links, 0, CPU, CpuFlash(), True, AttentionTimer(CPU))
+
+
+def plan_for(tree: GroupTree) -> Plan:
+    return Plan.of_groups(tree, SequenceBatch.of_lengths([6, 3]), [{tree.group(0, 0): [0, 1]}], "test")
+
+
+@pytest.mark.parametrize("fanouts", [(), (2,), (2, 2), (3, 2)])
+def test_a_plan_for_the_executors_tree_is_accepted(fanouts: tuple[int, ...]) -> None:
+    make_executor(GroupTree(fanouts)).check(plan_for(GroupTree(fanouts)))
+
+
+@pytest.mark.parametrize(("mine", "plans"), [((2, 3), (3, 2)), ((2, 2), (4,)), ((4,), (2, 2)), ((2,), ()), ((), (2,))])
+def test_a_plan_for_another_tree_is_refused(mine: tuple[int, ...], plans: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match=r"the plan's tree is \S+, but the ranks have groups of another one"):
+        make_executor(GroupTree(mine)).check(plan_for(GroupTree(plans)))
+
+
+def test_what_is_not_built_is_refused() -> None:
+    tree = GroupTree((2, 2))
+    plan = plan_for(tree)
+    (microbatch,) = plan.microbatches
+    (placement,) = microbatch.placements
+    ring = replace(plan, microbatches=(replace(microbatch, placements=(replace(placement, ring_degree=2),)),))
+    with pytest.raises(PlanError, match="microbatch 0, ranks 0-3 has ring degree 2, but this executor runs Ulysses"):
+        make_executor(tree).check(ring)
+    kept = replace(plan, microbatches=(replace(microbatch, num_kept_layers=1),))
+    with pytest.raises(PlanError, match="microbatch 0 keeps 1 layers, but this executor recomputes all or none"):
+        make_executor(tree).check(kept)
