@@ -153,6 +153,22 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster.{name} is {getattr(self, name)}, but it must be at least 1")
 
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read ``"8x8"``: hosts × ranks of each; ``"4"`` is one host.
+
+        Raises:
+            ConfigError: The text is not such a product.
+
+        >>> Cluster.parse("8x4")
+        Cluster(num_hosts=8, ranks_per_host=4)
+        """
+        parts = text.strip().split("x")
+        if len(parts) > 2 or not all(part.isascii() and part.isdecimal() for part in parts):
+            raise ConfigError(f"the cluster is {text!r}, but it must be hosts x ranks of each, such as 8x8")
+        numbers = [int(part) for part in parts]
+        return cls(*numbers) if len(numbers) == 2 else cls(1, numbers[0])
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all hosts."""

@@ -43,7 +43,7 @@ __all__ = ["FlexSPGroups", "bucket_lengths"]
 Floats = npt.NDArray[np.float64]
 
 _NUM_BUCKETS = 16
-# Parts of all tokens that the first microbatch may have instead of an equal one; the greedy plans decide.
+# Parts of all tokens that the first microbatch may have; beside equal ones, the greedily best cut is solved.
 _FIRST_PARTS = (0.2, 0.3, 0.4, 0.6, 0.7)
 
 
@@ -84,18 +84,20 @@ class FlexSPGroups:
         least = ground.least_microbatches(batch)
         best = np.inf
         for number in range(least, least + self.max_more + 1):
-            starts = None
+            cuts = []
             for first in (None, *_FIRST_PARTS) if number > 1 else (None,):
                 parts = cut_by_tokens(batch, number, first)
                 packed = [greedy.pack_part(part, seconds, sizes) for part in parts]
                 tried = [(part, packing) for part, packing in zip(parts, packed, strict=True) if packing is not None]
-                if len(tried) == len(parts) and (starts is None or _slowest_s(tried) < _slowest_s(starts)):
-                    starts = tried
-            if starts is None:
+                if len(tried) == len(parts):
+                    cuts.append(tried)
+            if not cuts:
                 continue
-            solved = [(part, self._solve(batch, part, start, seconds, sizes)) for part, start in starts]
-            total = _slowest_s(solved) + ground.fixed_s * len(solved)
-            found.append(Candidate("flexsp", join_packings(ground.tree, batch, solved)))
+            total = np.inf
+            for starts in [cuts[0]] + [cut for cut in [min(cuts, key=_slowest_s)] if cut is not cuts[0]]:
+                solved = [(part, self._solve(batch, part, start, seconds, sizes)) for part, start in starts]
+                total = min(total, _slowest_s(solved) + ground.fixed_s * len(solved))
+                found.append(Candidate("flexsp", join_packings(ground.tree, batch, solved)))
             if total >= best:
                 break
             best = total
