@@ -1,4 +1,4 @@
-"""``nestsp``: train, verify, config.
+"""``nestsp``: train, verify, plan, config.
 
 The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
 """
@@ -77,6 +77,46 @@ def verify(
 
         run_rank(lambda: verify_rank(settings, max_tokens))
     _launch(settings)
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        str,
+        typer.Argument(
+            metavar="LENGTHS", help="A .jsonl, .npy, .npz or .csv file of lengths, or wikipedia, github or arxiv."
+        ),
+    ],
+    cluster: Annotated[str, typer.Option(help="Hosts x ranks of each, and their hardware, such as 8x8:h100.")],
+    model: Annotated[str, typer.Option(help="A model's name, such as qwen3-30b-a3b, or the path of a config.json.")],
+    planner: Annotated[
+        str, typer.Option(help="all, batch-adaptive, basp, disjoint, flexsp (slow, not part of all) or nsp.")
+    ] = "all",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the batch; a file without it is one batch.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Drop longer sequences.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn from a built-in corpus.")] = 0,
+    memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank may use.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the best plan's timeline as a Chrome trace.")] = None,
+) -> None:
+    """Show what each planner makes of one batch, without a GPU: time, memory, and what sits where."""
+    from nestsp.cli.plan import plan_lengths
+    from nestsp.data.lengths import LENGTH_TABLES
+
+    plan_lengths(
+        lengths,
+        cluster=cluster,
+        model=model,
+        planner=planner,
+        max_tokens=2_000_000 if max_tokens is None and lengths in LENGTH_TABLES else max_tokens,
+        max_length=max_length,
+        seed=seed,
+        memory_gib=memory,
+        as_json=as_json,
+        trace=trace,
+    )
 
 
 @app.command(name="config")

@@ -1,7 +1,7 @@
 """Lengths without tokens: what planning and simulation need of data.
 
-A source is a file of lengths (``.jsonl`` with a ``length`` or ``text`` field, ``.npy``, ``.npz``, ``.csv``), or the name
-of a built-in corpus. The built-in corpora are tables of quantiles, drawn from by interpolating the logarithm of the
+A source is a file of lengths (``.jsonl`` with a ``length`` or ``text`` field, ``.npy``, ``.npz``, ``.csv``), or a
+built-in corpus. The built-in corpora are tables of quantiles, drawn from by interpolating the logarithm of the
 length; they say what long-tailed text looks like, and replace no data of one's own. Beyond the end of a table lies a
 Pareto tail where the source had more.
 
@@ -129,7 +129,7 @@ def read_lengths(source: str, *, num_samples: int, seed: int) -> npt.NDArray[np.
         )
         if isinstance(value, bool) or not whole or value < 0:
             raise DataError(
-                f"length {place} of {source} is {value!r}, but a length is a whole number of 0 or more; correct the file"
+                f"length {place} of {source} is {value!r}, but a length is a whole number of 0 or more; correct it"
             )
     return np.array([int(value) for value in values], dtype=np.int64)
 
@@ -148,7 +148,8 @@ def draw_batch(
     Raises:
         DataError: No sequence is left.
     """
-    ids, total, empty, too_long = [], 0, 0, 0
+    ids: list[int] = []
+    total = empty = too_long = 0
     for place in range(start, len(lengths)):
         length = int(lengths[place])
         if length == 0:
@@ -195,7 +196,8 @@ def _read_numpy(path: Path) -> Iterable[Any]:
         raise ValueError(
             f"it is an array of {array.dtype} with {array.ndim} axes, but must be one of numbers with one axis"
         )
-    return array.tolist()
+    values: list[Any] = array.tolist()
+    return values
 
 
 def _read_csv(path: Path) -> Iterable[Any]:

@@ -3,7 +3,7 @@
 The method of Wang et al., arXiv:2412.01523, with their names for the steps:
 
 1. *Blaster.* The batch, longest first, is cut into M microbatches of consecutive lengths, with about equal tokens or a
-   longer or shorter first one; M is searched from the least that memory admits upward, as long as the total falls.
+   longer or shorter first one; M is searched from the least that memory admits upward, while the total falls.
 2. *Bucketing.* The sequences of a microbatch fall into at most 16 buckets of consecutive lengths, by dynamic programming
    so that rounding each length up to its bucket's longest adds as few tokens as possible.
 3. *Programme.* Minimise the time of the slowest group: which groups of which degree exist, and how many sequences of
@@ -224,7 +224,7 @@ def _programme(
     model.a_matrix_.value_ = np.concatenate([row[3] for row in rows])
     kinds = highspy.HighsVarType
     model.integrality_ = [kinds.kContinuous] + [kinds.kInteger] * (num_columns - 1)
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (
         ("output_flag", False),
         ("threads", 1),
@@ -252,7 +252,7 @@ def _adjust(
     seconds: Floats,
     sizes: Floats,
 ) -> Packing | None:
-    """Lay the groups side by side, largest first, and deal each bucket's real sequences out, longest to least loaded."""
+    """Lay the groups side by side, largest first; deal out each bucket's sequences, longest to the least loaded."""
     tree = ground.tree
     used = [p for p in range(len(levels)) if chosen[p].any()]
     first, place = 0, {}
