@@ -4,8 +4,8 @@ The method of Wang et al., arXiv:2412.01523, with their names for the steps:
 
 1. *Blaster.* The batch, longest first, is cut into M microbatches of consecutive lengths, with about equal tokens or a
    longer or shorter first one; M is searched from the least that memory admits upward, while the total falls.
-2. *Bucketing.* The sequences of a microbatch fall into at most 16 buckets of consecutive lengths, by dynamic programming
-   so that rounding each length up to its bucket's longest adds as few tokens as possible.
+2. *Bucketing.* The sequences of a microbatch fall into at most 16 buckets of consecutive lengths, by dynamic
+   programming so that rounding each length up to its bucket's longest adds as few tokens as possible.
 3. *Programme.* Minimise the time of the slowest group: which groups of which degree exist, and how many sequences of
    each bucket each has, within memory and the number of ranks.
 4. *Adjustment.* Groups get the real sequences of their buckets.

@@ -146,31 +146,26 @@ def pack_target(
     heap = [(0.0, index) for index in range(num_microbatches)]
     now, num_groups = 0, 1
     for i in order:
-        chosen, within = now, False
-        for level in range(last, now - 1, -1):
-            if heap[0][0] + seconds[level][i] <= target_s and held[heap[0][1]] + num_bytes[level][i] <= free_bytes:
-                chosen, within = level, True
+        full = []  # groups without room even at the largest degree that is still open
+        while heap and held[heap[0][1]] + num_bytes[now][i] > free_bytes:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, index = heap[0]
+        chosen = now
+        for level in range(last, now, -1):
+            if load + seconds[level][i] <= target_s and held[index] + num_bytes[level][i] <= free_bytes:
+                chosen = level
                 break
-        if not within:  # look behind the least loaded group: it may be full
-            for level in range(last, now - 1, -1):
-                room = free_bytes - num_bytes[level][i]
-                most = target_s - seconds[level][i]
-                if any(load <= most and held[index] <= room for load, index in heap):
-                    chosen = level
-                    break
         if chosen > now:
             fanout = tree.degree(now) // tree.degree(chosen)
             loads = [load for load in loads for _ in range(fanout)]
             held = [size for size in held for _ in range(fanout)]
             heap = [(load, index) for index, load in enumerate(loads)]
             heapq.heapify(heap)
-            now, num_groups = chosen, num_groups * fanout
-        full = []
-        while heap and held[heap[0][1]] + num_bytes[now][i] > free_bytes:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, index = heap[0]
+            now, num_groups, full, index = chosen, num_groups * fanout, [], index * fanout
+            while heap[0][1] != index:  # the first child of the group that has room
+                full.append(heapq.heappop(heap))
         loads[index] = load + seconds[now][i]
         held[index] += num_bytes[now][i]
         heapq.heapreplace(heap, (loads[index], index))

@@ -53,6 +53,8 @@ _MOVES = 40
 _MOVERS = 6
 # Where memory is scarce, the first packing may use only so much of it, so that the next steps have room to move.
 _MEMORY = (1.0, 0.95, 0.9, 0.85, 0.8)
+# A move must make the sum of the slowest ranks smaller by this fraction.
+_LEAST_GAIN = 2e-4
 # How often all microbatches are packed again by themselves.
 _ROUNDS = 2
 
@@ -197,7 +199,7 @@ def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: f
             rank = int(packing.loads_s[microbatch].argmax())
             for i in _movers(packing, microbatch, rank, seconds):
                 move = _best_move(packing, i, seconds, num_bytes, free_bytes)
-                if move is not None and move[0] < now * (1 - 1e-6) and (best is None or move < best):
+                if move is not None and move[0] < now * (1 - _LEAST_GAIN) and (best is None or move < best):
                     best = move
         if best is None:
             break
