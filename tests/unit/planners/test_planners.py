@@ -137,18 +137,18 @@ def test_make_planner_gives_the_named_planner_with_its_settings() -> None:
     assert static == StaticPlanner(TREE, SHAPE, 9, 2)
 
 
-@pytest.mark.parametrize(("longest", "degree"), [(1, 1), (9, 1), (10, 2), (18, 2), (19, 4), (36, 4)])
+@pytest.mark.parametrize(("longest", "degree"), [(1, 1), (9, 1), (10, 2), (18, 2), (19, 4), (36, 4), (37, 4)])
 def test_static_without_a_degree_takes_the_least_that_holds_the_longest(longest: int, degree: int) -> None:
     planner = make_planner(PlannerConfig(name="static", max_tokens_per_rank=9), TREE, SHAPE, longest)
     assert planner == StaticPlanner(TREE, SHAPE, 9, degree)
 
 
-def test_static_is_refused_before_the_run_if_its_degree_is_too_few_ranks_for_the_longest() -> None:
-    """G15."""
-    with pytest.raises(
-        InfeasibleError, match=r"37 tokens.*needs 10 on each of .*4 ranks, but .*max_tokens_per_rank is 9"
-    ):
-        make_planner(PlannerConfig(name="static", max_tokens_per_rank=9), TREE, SHAPE, 37)
+def test_a_given_degree_that_cannot_hold_the_longest_is_refused_before_the_run() -> None:
+    """G15: 18 tokens fit 2 ranks of 9; 19 do not."""
+    config = PlannerConfig(name="static", degree=2, max_tokens_per_rank=9)
+    assert make_planner(config, TREE, SHAPE, 18) == StaticPlanner(TREE, SHAPE, 9, 2)
+    with pytest.raises(InfeasibleError, match=r"has 19 tokens and needs 10 on each of planner\.degree = 2 ranks"):
+        make_planner(config, TREE, SHAPE, 19)
 
 
 @pytest.mark.parametrize(
