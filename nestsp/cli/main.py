@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-import nestsp
+from nestsp import __version__
 from nestsp.config import RunConfig, describe_settings, load_config
-from nestsp.errors import NestspError
+from nestsp.errors import ConfigError, NestspError
 
 __all__ = ["main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain lines: help is also read in logs and pipes
     help="Train Hugging Face language models on long-tailed, variable-length data by nested sequence parallelism.",
 )
 
@@ -48,8 +49,11 @@ def train(
     """Train a model.
 
     Starts cluster.ranks ranks on this machine. For several machines, or your own launcher, start the same command as
-    ranks of torchrun: torchrun --nproc-per-node 4 -m nestsp train CONFIG
-    """
+    ranks of torchrun:
+
+    \b
+      torchrun --nproc-per-node 4 -m nestsp train CONFIG
+    """  # noqa: D301  (click leaves lines after a backspace as they are)
     settings = load_config(config, set_ or ())
     if _is_rank():
         from nestsp.train.launch import run_rank
@@ -59,11 +63,13 @@ def train(
     _launch(settings)
 
 
-@app.command()
+@app.command(short_help="Compare one planned step with one process.")
 def verify(
     config: ConfigPath,
     set_: Overrides = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Largest batch that is compared, in tokens.")] = 8192,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Largest batch that is compared, in tokens.")
+    ] = 8192,
 ) -> None:
     """Compare one planned step with one process: loss and every gradient, in float64.
 
@@ -71,6 +77,8 @@ def verify(
     if anything differs by more than rounding.
     """
     settings = load_config(config, set_ or ())
+    if max_tokens < 2:
+        raise ConfigError(f"--max-tokens is {max_tokens}, but a batch with a target has at least 2 tokens; raise it")
     if _is_rank():
         from nestsp.train.launch import run_rank
         from nestsp.train.verify import verify as verify_rank
@@ -140,7 +148,7 @@ def show_config() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"nestsp {nestsp.__version__}")
+        print(f"nestsp {__version__}")
         raise typer.Exit
 
 
@@ -170,13 +178,22 @@ def _is_rank() -> bool:
 
 def _launch(settings: RunConfig) -> None:
     """Start the ranks of this command on this machine, and leave with their exit code."""
-    # The store is built before any rank waits for it, and with it a progress bar and the first errors.
-    from nestsp.data.samples import open_samples
+    # What needs no torch is refused, and the store built, before any rank waits for it.
+    from nestsp.cluster import Cluster
+    from nestsp.shape import ModelShape, read_config_json
     from nestsp.train.console import Screen
-    from nestsp.train.launch import launch_ranks
-    from nestsp.train.world import default_num_ranks
+    from nestsp.train.prepare import prepare_data
 
+    source = settings.model.config
+    shape = ModelShape.from_hf_config(read_config_json(Path(source)) if isinstance(source, str) else source)
+    num_ranks = settings.cluster.ranks
+    if num_ranks is None:
+        from nestsp.train.world import default_num_ranks
+
+        num_ranks = default_num_ranks(settings.cluster)
     with Screen().progress("tokenising", None) as bar:
-        open_samples(settings.data, bar.set)
-    num_ranks = settings.cluster.ranks or default_num_ranks(settings.cluster)
+        prepare_data(settings, Cluster(1, num_ranks), shape, bar.set)
+
+    from nestsp.train.launch import launch_ranks
+
     sys.exit(launch_ranks(sys.argv[1:], num_ranks))

@@ -33,7 +33,7 @@ def _static(config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: 
         level = smallest_fitting_level(tree, config.max_tokens_per_rank, longest)
         degree = tree.degree(0 if level is None else level)
     tree.level_of_degree(degree)
-    if -(-longest // degree) > config.max_tokens_per_rank:
+    if config.degree is not None and -(-longest // degree) > config.max_tokens_per_rank:
         raise InfeasibleError(
             f"the longest sequence has {format_count(longest)} tokens and needs {format_count(-(-longest // degree))} "
             f"on each of planner.degree = {degree} ranks, but planner.max_tokens_per_rank is "

@@ -18,7 +18,7 @@ from nestsp.execute.executor import Executor
 from nestsp.plan import Plan
 from nestsp.planners.worker import PlanningProcess
 from nestsp.train.prepare import Prepared
-from nestsp.train.world import World
+from nestsp.train.world import World, everywhere
 
 __all__ = ["PlanFeed", "PlannedBatch"]
 
@@ -67,7 +67,9 @@ class PlanFeed:
         plan: list[Plan] = []
         digests = self._world.agree(lambda: self._check(text, batch, plan))
         if len(set(digests)) != 1:
-            raise PlanError("the ranks hold different plans of one batch, but must hold the same; report this as a bug")
+            raise everywhere(
+                PlanError("the ranks hold different plans of one batch, but must hold the same; report this as a bug")
+            )
         return PlannedBatch(plan[0], after)
 
     def close(self) -> None:

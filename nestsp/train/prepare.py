@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedConfig
 
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.data.store import Progress
 from nestsp.data.stream import SampleStream
-from nestsp.errors import ConfigError, DataError
-from nestsp.model.adapter import model_config, model_shape
+from nestsp.errors import ConfigError
 from nestsp.planners import Planner, check_lengths, make_planner
 from nestsp.shape import ModelShape
 from nestsp.units import format_count
 
-__all__ = ["Prepared", "prepare"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["Prepared", "prepare", "prepare_data"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +61,37 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     Raises:
         NestspError: A subclass that names what is wrong.
     """
+    from nestsp.model.adapter import model_config, model_shape
+
     model = model_config(config.model.config)
     shape = model_shape(model)
+    samples, tree, planner = prepare_data(config, cluster, shape, progress)
+    longest = int(samples.lengths.max())
+    limit = getattr(model, "max_position_embeddings", None)
+    if isinstance(limit, int) and longest > limit:
+        raise ConfigError(
+            f"the longest sample has {format_count(longest)} tokens, but model.config.max_position_embeddings is "
+            f"{format_count(limit)}; raise it, or set data.max_length"
+        )
+    stream = SampleStream(
+        samples.lengths,
+        seed=config.data.seed,
+        tokens_per_step=config.data.tokens_per_step,
+        sequences_per_step=config.data.sequences_per_step,
+    )
+    train = config.train
+    num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
+    return Prepared(config, samples, stream, model, shape, cluster, tree, planner, num_steps)
+
+
+def prepare_data(
+    config: RunConfig, cluster: Cluster, shape: ModelShape, progress: Progress | None = None
+) -> tuple[SampleTable, GroupTree, Planner]:
+    """The part of `prepare` that needs no torch, so that the launcher can refuse in a second what it finds wrong.
+
+    Raises:
+        NestspError: A subclass that names what is wrong.
+    """
     tree = cluster.tree(config.cluster.tree)
     make_planner(config.planner, tree, shape, longest=1)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
@@ -70,23 +101,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
             f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
         )
     longest = int(samples.lengths.max())
-    limit = getattr(model, "max_position_embeddings", None)
-    if isinstance(limit, int) and longest > limit:
-        raise ConfigError(
-            f"the longest sample has {format_count(longest)} tokens, but model.config.max_position_embeddings is "
-            f"{format_count(limit)}; raise it, or set data.max_length"
-        )
     # The longest sequence fits: then every sequence does.
     check_lengths(tree, config.planner.max_tokens_per_rank, [int(np.argmax(samples.lengths))], [longest])
-    stream = SampleStream(
-        samples.lengths,
-        seed=config.data.seed,
-        tokens_per_step=config.data.tokens_per_step,
-        sequences_per_step=config.data.sequences_per_step,
-    )
-    train = config.train
-    num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
-    if num_steps < 1:
-        raise DataError("the run has no step, but training needs at least 1; give more samples")
     planner = make_planner(config.planner, tree, shape, longest)
-    return Prepared(config, samples, stream, model, shape, cluster, tree, planner, num_steps)
+    return samples, tree, planner

@@ -28,7 +28,10 @@ def new_run_folder(runs_dir: Path, name: str) -> Path:
             else:
                 return folder
     except OSError as error:
-        raise ConfigError(f"runs_dir is {str(runs_dir)!r}, but no folder can be made there: {error.strerror}") from None
+        raise ConfigError(
+            f"runs_dir is {str(runs_dir)!r}, but no folder can be made there ({error.strerror}); set it to a folder "
+            "that can be written"
+        ) from None
 
 
 def latest_run_folder(runs_dir: Path, name: str) -> Path:

@@ -21,7 +21,7 @@ from nestsp.model.adapter import build_model
 from nestsp.model.root import LossRoot
 from nestsp.train.parallelize import shard_root
 from nestsp.train.prepare import Prepared
-from nestsp.train.world import World
+from nestsp.train.world import World, everywhere
 
 __all__ = ["build_executor", "compute_dtype"]
 
@@ -52,9 +52,11 @@ def build_executor(
     if dtype == torch.float64:
         model.double()
     if len(set(world.gather(_weights_digest(model)))) != 1:
-        raise ModelError(
-            "the ranks built different initial weights from one seed, but must have the same; install the same torch "
-            "and transformers on all hosts"
+        raise everywhere(
+            ModelError(
+                "the ranks built different initial weights from one seed, but must have the same; install the same "
+                "torch and transformers on all hosts"
+            )
         )
     nn.Module.to(model, world.device)
     install_layer_runner(model, recompute=train.recompute)

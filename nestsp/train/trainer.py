@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, to_yaml
 from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
-from nestsp.errors import CheckpointError, NumericsError
+from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
 from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
 from nestsp.train.checkpoint import (
+    CHECKPOINTS,
     Progress,
     RunIdentity,
     find_checkpoint,
@@ -42,10 +44,13 @@ from nestsp.train.prepare import Prepared, prepare
 from nestsp.train.run_folder import latest_run_folder, new_run_folder
 from nestsp.train.setup import build_executor, compute_dtype
 from nestsp.train.update import learning_rate, make_optimizer, update
-from nestsp.train.world import World, join_world
+from nestsp.train.world import World, everywhere, join_world
 from nestsp.units import format_count
 
 __all__ = ["prepare_with_progress", "train"]
+
+_METRICS = "metrics.jsonl"
+_PLANS = "plans.jsonl"
 
 
 def train(config: RunConfig, resume: str | None = None) -> int:
@@ -71,7 +76,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         corpus_name=config.data.source,
         model_name=describe_model(prepared.shape),
     )
-    checkpoint = world.together(lambda: _find(config, resume, identity, world))
+    checkpoint = world.together(lambda: _find(config, resume, identity))
     dtype = compute_dtype(config.train.dtype, world.device)
     executor = build_executor(prepared, world, dtype=dtype)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
@@ -83,8 +88,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             )
         )
         world.together(lambda: _same_settings(checkpoint, start, config, prepared))
-    folder = world.agree(lambda: _open_folder(config, checkpoint) if world.is_first else None)[0]
-    assert folder is not None
+    folder = world.first(lambda: _open_folder(config, checkpoint))
     screen.say(_banner(prepared, world, executor, dtype, folder, checkpoint, start))
     loop = _Loop(prepared, world, executor, optimizer, identity, folder, screen)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
@@ -145,8 +149,8 @@ class _Loop:
     def finish(self) -> None:
         """Export, and say where everything is."""
         rows = [
-            ("metrics", [str(self.folder / "metrics.jsonl")]),
-            ("plans", [str(self.folder / "plans.jsonl")]),
+            ("metrics", [str(self.folder / _METRICS)]),
+            ("plans", [str(self.folder / _PLANS)]),
             ("settings", [str(self.folder / "config.yaml")]),
         ]
         if self.checkpoint is not None:
@@ -215,12 +219,12 @@ class _Loop:
         if not self.world.is_first:
             return None, None
         return (
-            JsonLines.resume(self.folder / "metrics.jsonl", last_step),
-            JsonLines.resume(self.folder / "plans.jsonl", last_step),
+            JsonLines.resume(self.folder / _METRICS, last_step),
+            JsonLines.resume(self.folder / _PLANS, last_step),
         )
 
 
-def _find(config: RunConfig, resume: str | None, identity: RunIdentity, world: World) -> Path | None:
+def _find(config: RunConfig, resume: str | None, identity: RunIdentity) -> Path | None:
     """The checkpoint to go on from, known to be whole and of this run."""
     if resume is None:
         return None
@@ -228,24 +232,25 @@ def _find(config: RunConfig, resume: str | None, identity: RunIdentity, world: W
         where = latest_run_folder(Path(config.runs_dir), config.name)
     else:
         where = Path(resume)
+        if where.name in ("", ".."):  # its parents are not in the path
+            where = where.resolve()
         if not where.exists():
             raise CheckpointError(
                 f"--resume is {resume}, but there is nothing there; give a run's folder, a checkpoint's, or auto"
             )
     found = find_checkpoint(where)
-    if world.is_first:  # checksums once, not on every rank
-        validate_checkpoint(found, identity)
+    validate_checkpoint(found, identity)
     return found
 
 
 def _finite(what: str, value: float, step: int) -> float:
     if not math.isfinite(value):
-        error = NumericsError(
-            f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step. Lower "
-            "train.learning_rate, or look at the step's samples"
+        raise everywhere(  # both are sums over all ranks
+            NumericsError(
+                f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, so "
+                "lower train.learning_rate, or look at the step's samples, and resume from a checkpoint before it"
+            )
         )
-        error.raised_on_all_ranks = True  # both are sums over all ranks
-        raise error
     return value
 
 
@@ -269,15 +274,34 @@ def _same_settings(checkpoint: Path, start: Progress, config: RunConfig, prepare
             )
     if start.step >= prepared.num_steps:
         raise CheckpointError(
-            f"{checkpoint.name} is at step {start.step}, but the run ends at step {prepared.num_steps}; raise "
-            "train.steps to go on"
+            f"{checkpoint.name} is at step {start.step}, but the run ends at step {prepared.num_steps}; raise train."
+            f"{'epochs' if config.train.steps is None else 'steps'} to go on"
         )
 
 
 def _open_folder(config: RunConfig, checkpoint: Path | None) -> Path:
-    """The run's folder with its settings in it: a new one, or the one a checkpoint lies in."""
-    folder = checkpoint.parent.parent if checkpoint else new_run_folder(Path(config.runs_dir), config.name)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    """The run's folder with its settings in it: the one that a checkpoint is the latest of, else a new one.
+
+    From an older checkpoint, or one that lies elsewhere, a new run begins, with the records up to there, if any: what
+    the first run wrote after it stays as it is.
+    """
+    old = None if checkpoint is None or checkpoint.parent.name != CHECKPOINTS else checkpoint.parent.parent
+    if old is not None and find_checkpoint(old) == checkpoint:
+        folder = old
+    else:
+        folder = new_run_folder(Path(config.runs_dir), config.name)
+    try:
+        for name in (_METRICS, _PLANS) if old not in (None, folder) else ():
+            if old is not None and (old / name).exists():
+                shutil.copyfile(old / name, folder / name)
+        written = folder / ".config.yaml"
+        written.write_text(to_yaml(config), encoding="utf-8")
+        written.replace(folder / "config.yaml")
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder is {folder}, but it cannot be written: {error.strerror}; make room, or set runs_dir to "
+            "another folder"
+        ) from None
     return folder
 
 

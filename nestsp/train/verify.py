@@ -18,7 +18,7 @@ from nestsp.cluster import Group
 from nestsp.config import RunConfig
 from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
-from nestsp.errors import ConfigError, InfeasibleError
+from nestsp.errors import ConfigError
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.verify import (
     Gradients,
@@ -30,7 +30,7 @@ from nestsp.execute.verify import (
 )
 from nestsp.model.adapter import build_model
 from nestsp.plan import Plan
-from nestsp.planners import make_planner
+from nestsp.planners import StaticPlanner, make_planner
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
 from nestsp.shard import rank_spans
 from nestsp.train.console import Screen
@@ -100,8 +100,6 @@ def choose_plan(prepared: Prepared, max_tokens: int) -> tuple[Plan, str]:
     best: tuple[int, Plan] | None = None
     for number, batch in enumerate(_batches(prepared, max_tokens)):
         plan = _plan_small(prepared, batch)
-        if plan is None:
-            continue
         used = {placement.group.level for _, placement in plan.placements()}
         if wanted <= used:
             return plan, f"batch {number} of the run, planned by {config.planner.name}"
@@ -109,7 +107,7 @@ def choose_plan(prepared: Prepared, max_tokens: int) -> tuple[Plan, str]:
             best = (len(used), plan)
     if best is None:
         raise ConfigError(
-            f"--max-tokens is {format_count(max_tokens)}, but no batch of at most that many tokens was found; raise it"
+            f"--max-tokens is {format_count(max_tokens)}, but none of the run's first samples is that short; raise it"
         )
     spread = _spread_over_levels(prepared, best[1].batch)
     if spread is None:
@@ -134,17 +132,16 @@ def _batches(prepared: Prepared, max_tokens: int) -> Iterator[SequenceBatch]:
             return
 
 
-def _plan_small(prepared: Prepared, batch: SequenceBatch) -> Plan | None:
-    """Plan a batch under a cap that is to it what the run's cap is to the run's batches."""
+def _plan_small(prepared: Prepared, batch: SequenceBatch) -> Plan:
+    """Plan a batch under a cap that is to it what the run's cap is to the run's batches, with the run's static degree."""
     planner = prepared.config.planner
+    degree = prepared.planner.degree if isinstance(prepared.planner, StaticPlanner) else None
     full = prepared.config.data.tokens_per_step or batch.num_tokens
     cap = min(planner.max_tokens_per_rank, max(1, planner.max_tokens_per_rank * batch.num_tokens // full))
-    least = -(-max(batch.lengths) // prepared.tree.num_ranks)
-    settings = planner.model_copy(update={"max_tokens_per_rank": max(cap, least)})
-    try:
-        return make_planner(settings, prepared.tree, prepared.shape, int(prepared.samples.lengths.max())).plan(batch)
-    except InfeasibleError:
-        return None
+    longest = max(batch.lengths)
+    least = -(-longest // (degree or prepared.tree.num_ranks))
+    settings = planner.model_copy(update={"degree": degree, "max_tokens_per_rank": max(cap, least)})
+    return make_planner(settings, prepared.tree, prepared.shape, longest).plan(batch)
 
 
 def _spread_over_levels(prepared: Prepared, batch: SequenceBatch) -> Plan | None:

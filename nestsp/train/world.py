@@ -16,9 +16,12 @@ from nestsp.cluster import Cluster
 from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
 
-__all__ = ["World", "choose_device_type", "default_num_ranks", "join_world"]
+__all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=NestspError)
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,15 +84,37 @@ class World:
                 name, message = outcome
                 alike = all(other == outcome for other in errors_by_rank)
                 shared: NestspError = getattr(errors, name)(message if alike else f"rank {rank}: {message}")
-                shared.raised_on_all_ranks = True
-                raise shared
+                raise everywhere(shared)
         return [value for _, value in outcomes]  # type: ignore[misc]
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0 alone; all ranks get its result, or its error.
+
+        Raises:
+            NestspError: What rank 0 raised, on every rank.
+        """
+        outcome: T | NestspError | None = None
+        if self.is_first:
+            try:
+                outcome = action()
+            except NestspError as error:
+                outcome = error
+        shared = self.share(outcome)
+        if isinstance(shared, NestspError):
+            raise everywhere(shared)
+        return shared  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
         """As `agree`, for a result that stays on its rank."""
         box: list[T] = []
         self.agree(lambda: box.append(action()))
         return box[0]
+
+
+def everywhere(error: E) -> E:
+    """Mark an error that every rank raises alike, so that rank 0 alone says it."""
+    error.raised_on_all_ranks = True
+    return error
 
 
 def default_num_ranks(config: ClusterConfig) -> int:
@@ -118,13 +143,14 @@ def join_world(config: ClusterConfig) -> World:
     Raises:
         LaunchError: The ranks were started otherwise than the settings say.
     """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise LaunchError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, but a rank needs "
+            f"{', '.join(_VARIABLES)}; start the ranks by torchrun, or set what it sets"
+        )
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, ranks_per_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if num_ranks % ranks_per_host:
-        raise LaunchError(
-            f"the job has {num_ranks} ranks and {ranks_per_host} on this host, but every host must have equally many; "
-            "start torchrun with the same --nproc-per-node everywhere"
-        )
     if config.ranks is not None and config.ranks != ranks_per_host:
         raise LaunchError(
             f"cluster.ranks is {config.ranks}, but torchrun started {ranks_per_host} ranks on this host; start it with "
@@ -140,5 +166,14 @@ def join_world(config: ClusterConfig) -> World:
     dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
+    numbers: list[Any] = [None] * num_ranks
+    dist.all_gather_object(numbers, ranks_per_host, group=control)
+    if len(set(numbers)) > 1:  # known only now, and to all ranks, so that none waits for another
+        raise everywhere(
+            LaunchError(
+                f"the hosts have {' and '.join(map(str, sorted(set(numbers))))} ranks, but every host must have as "
+                "many as the others; start torchrun with the same --nproc-per-node everywhere"
+            )
+        )
     cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
     return World(rank, local_rank, cluster, device, "nccl" if kind == "cuda" else "gloo", control)

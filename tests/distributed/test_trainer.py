@@ -1,0 +1,318 @@
+"""The trainer as its ranks run it, on the pool's ranks: what it resumes and refuses, and what it leaves behind.
+
+Only joining the job is replaced: the pool's ranks have joined theirs. Commands in processes of their own are in
+``tests/e2e``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nestsp.cluster import Cluster
+from nestsp.config import RunConfig, load_config
+from nestsp.errors import NestspError
+from nestsp.train import trainer
+from nestsp.train.world import World
+from tests.distributed.pool import RankPool
+from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write_corpus
+
+STEPS = 9
+# Every order of adding up is another rounding; float32 losses of 5 after nine steps.
+ROUNDING = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a rank raised."""
+
+    kind: str
+    sentence: str
+    said_once: bool
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def train_rank(rank: int, num_ranks: int, folder: Path, config: RunConfig, resume: str | None) -> Refusal | None:
+    """The trainer on one rank of the pool."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    world = World(rank, rank, Cluster(1, num_ranks), torch.device("cpu"), "gloo", control)
+    with working_in(folder), patch.object(trainer, "join_world", lambda settings: world):
+        try:
+            assert trainer.train(config, resume) == 0
+        except NestspError as error:
+            return Refusal(type(error).__name__, str(error), error.raised_on_all_ranks)
+        finally:
+            dist.destroy_process_group(control)
+    return None
+
+
+Train = Callable[..., None]
+
+
+@pytest.fixture
+def train(pool: RankPool, tmp_path: Path) -> Train:
+    write_corpus(tmp_path / "corpus.jsonl")
+
+    def run(*overrides: str, resume: str | None = None, ranks: int = 4) -> None:
+        config = tiny("train.checkpoint_every=null", *overrides)
+        outcomes = pool.run(train_rank, tmp_path, config, resume, ranks=ranks)
+        assert outcomes == [None] * ranks
+
+    return run
+
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(pool: RankPool, tmp_path: Path) -> Refuse:
+    """Expect one and the same refusal on all ranks, to be said once; returns it. No file may change."""
+
+    def run(kind: str, *overrides: str, resume: str | None = None, ranks: int = 4) -> str:
+        before = contents(tmp_path)
+        outcomes = pool.run(train_rank, tmp_path, tiny(*overrides), resume, ranks=ranks)
+        assert len(set(outcomes)) == 1
+        [refusal] = set(outcomes)
+        assert refusal is not None, "it was not refused"
+        assert refusal.kind == kind
+        assert refusal.said_once
+        changed = {name for name, content in contents(tmp_path).items() if before.get(name) != content}
+        assert not {name for name in changed if not name.startswith(".nestsp")}
+        assert before.keys() <= contents(tmp_path).keys()
+        return refusal.sentence
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of nine steps on four ranks that was never stopped, with a checkpoint at each step."""
+    folder = tmp_path_factory.mktemp("straight")
+    write_corpus(folder / "corpus.jsonl")
+    assert pool.run(train_rank, folder, tiny(), None, ranks=4) == [None] * 4
+    return folder
+
+
+def stop_at(finished: Path, folder: Path, step: int) -> Path:
+    """A copy of the finished run as it is when its ranks are killed after a step's checkpoint and before the next."""
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    run = folder / "runs" / "tiny-1"
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(run / "hf")
+    return run
+
+
+# Epochs are of five steps: the first, the middle, the last but one and the last of one epoch, and the middle of the
+# next; the last step of all is refused below.
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 7])
+def test_a_run_stopped_at_a_step_and_resumed_has_the_same_losses_and_files(
+    finished: Path, train: Train, tmp_path: Path, step: int
+) -> None:
+    """G3, G5, G7, G8."""
+    run = stop_at(finished, tmp_path, step)
+    train(resume="auto")
+    straight = finished / "runs" / "tiny-1"
+    assert losses(run) == losses(straight)
+    for record, expected in zip(read_lines(run / "metrics.jsonl"), read_lines(straight / "metrics.jsonl"), strict=True):
+        for key in ("epoch", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets"):
+            assert record[key] == expected[key]
+    assert read_lines(run / "plans.jsonl") == read_lines(straight / "plans.jsonl")
+    assert (run / "hf" / "model.safetensors").read_bytes() == (straight / "hf" / "model.safetensors").read_bytes()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-1"]
+
+
+def test_a_step_that_was_run_but_not_saved_is_run_again_and_told_once(
+    finished: Path, train: Train, tmp_path: Path
+) -> None:
+    """G3, G31: killed in step 5, of which the line is half written, with the checkpoint of step 3."""
+    run = stop_at(finished, tmp_path, 3)
+    for name in ("metrics.jsonl", "plans.jsonl"):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(lines[:4]) + lines[4][:30])
+    train(resume="runs/tiny-1")
+    assert losses(run) == losses(finished / "runs" / "tiny-1")
+    assert read_lines(run / "plans.jsonl") == read_lines(finished / "runs" / "tiny-1" / "plans.jsonl")
+
+
+def test_resuming_on_fewer_ranks_gives_the_same_losses_up_to_rounding(
+    finished: Path, train: Train, tmp_path: Path
+) -> None:
+    run = stop_at(finished, tmp_path, 4)
+    train("cluster.ranks=2", "planner.max_tokens_per_rank=100", resume="auto", ranks=2)
+    assert losses(run)[:4] == losses(finished / "runs" / "tiny-1")[:4]
+    assert losses(run) == pytest.approx(losses(finished / "runs" / "tiny-1"), abs=ROUNDING)
+
+
+def test_from_an_older_checkpoint_a_new_run_begins_and_the_first_stays_as_it_was(
+    finished: Path, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    before = contents(tmp_path / "runs" / "tiny-1")
+    train("train.steps=8", "train.checkpoint_every=4", resume="runs/tiny-1/checkpoints/step-000003")
+    assert contents(tmp_path / "runs" / "tiny-1") == before
+    branch = tmp_path / "runs" / "tiny-2"
+    assert losses(branch)[:3] == losses(finished / "runs" / "tiny-1")[:3]
+    assert [record["step"] for record in read_lines(branch / "plans.jsonl")] == list(range(1, 9))
+    assert sorted(p.name for p in (branch / "checkpoints").iterdir()) == ["step-000004", "step-000008"]
+
+
+def test_from_a_checkpoint_that_lies_elsewhere_a_new_run_begins(finished: Path, train: Train, tmp_path: Path) -> None:
+    shutil.copytree(finished / "runs" / "tiny-1" / "checkpoints" / "step-000008", tmp_path / "kept")
+    train(resume="kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".nestsp", "corpus.jsonl", "kept", "runs"]
+    [record] = read_lines(tmp_path / "runs" / "tiny-1" / "metrics.jsonl")
+    assert record["step"] == 9
+    assert record["loss"] == losses(finished / "runs" / "tiny-1")[-1]
+
+
+def test_the_latest_checkpoint_named_by_its_own_path_goes_on_in_its_run(
+    finished: Path, train: Train, tmp_path: Path
+) -> None:
+    run = stop_at(finished, tmp_path, 8)
+    train(resume=str(run / "checkpoints" / "step-000008") + "/")
+    assert losses(run) == losses(finished / "runs" / "tiny-1")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-1"]
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_resumed(finished: Path, refuse: Refuse, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    sentence = refuse("CheckpointError", resume="auto")
+    assert sentence == ("step-000009 is at step 9, but the run ends at step 9; raise train.steps to go on")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.seed=1", "data.seed = 0, but this run has 1"),
+        ("data.tokens_per_step=300", "data.tokens_per_step = 200, but this run has 300"),
+        ("data.over_length=drop", "was saved from corpus 'corpus.jsonl'"),
+        ("model.config.hidden_size=64", "hidden 32, 4 query"),
+        ("model.config.rope_theta=1000", "was saved from model"),
+    ],
+)
+def test_a_checkpoint_of_other_batches_or_another_model_is_refused(
+    finished: Path, refuse: Refuse, tmp_path: Path, override: str, said: str
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    more = ("data.max_length=100",) if "over_length" in override else ()
+    sentence = refuse("CheckpointError", override, *more, "train.steps=20", resume="auto")
+    assert said in sentence
+    assert sentence.startswith("step-000009 was saved ")
+    assert "without --resume" in sentence or "without resume" in sentence
+
+
+def test_a_checkpoint_of_another_corpus_is_refused(finished: Path, refuse: Refuse, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    write_corpus(tmp_path / "corpus.jsonl", seed=1)
+    assert "corpus" in refuse("CheckpointError", "train.steps=20", resume="auto")
+
+
+def test_a_truncated_checkpoint_is_refused(finished: Path, refuse: Refuse, tmp_path: Path) -> None:
+    run = stop_at(finished, tmp_path, 4)
+    part = run / "checkpoints" / "step-000004" / "__2_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    sentence = refuse("CheckpointError", resume="auto")
+    assert "__2_0.distcp has" in sentence
+    assert "were saved" in sentence
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [
+        ("nowhere", "--resume is nowhere, but there is nothing there"),
+        ("auto", "there is no run tiny-<n> in 'runs'"),
+        ("corpus.jsonl", "it holds no whole checkpoint"),
+    ],
+)
+def test_a_place_without_a_checkpoint_is_refused(refuse: Refuse, tmp_path: Path, resume: str, said: str) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    assert said in refuse("CheckpointError", resume=resume)
+
+
+@pytest.mark.parametrize("where", ["corpus.jsonl/runs", "corpus.jsonl"])
+def test_a_place_where_no_run_can_be_written_is_refused(refuse: Refuse, tmp_path: Path, where: str) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    assert f"runs_dir is '{where}', but no folder can be made there" in refuse("ConfigError", f"runs_dir={where}")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    config = tiny("train.learning_rate=1e30", "train.max_grad_norm=null")
+    outcomes = pool.run(train_rank, tmp_path, config, None, ranks=4)
+    [refusal] = set(outcomes)
+    assert refusal is not None
+    assert refusal.kind == "NumericsError"
+    assert refusal.said_once
+    assert "of step 2 is nan, but it must be finite; no weight was changed by this step" in refusal.sentence
+    assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+# --- What a run is, whatever the ranks -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ("planner.max_tokens_per_rank=200",)),
+        (2, ("planner.name=static", "planner.degree=2", "planner.max_tokens_per_rank=80")),
+        (3, ()),
+        (4, ("planner.name=static", "planner.degree=4")),
+    ],
+)
+def test_steps_samples_and_losses_do_not_depend_on_ranks_or_planner(
+    finished: Path, train: Train, tmp_path: Path, ranks: int, overrides: tuple[str, ...]
+) -> None:
+    """G9, G30."""
+    train(f"cluster.ranks={ranks}", *overrides, ranks=ranks)
+    ours, straight = tmp_path / "runs" / "tiny-1", finished / "runs" / "tiny-1"
+    assert [plan.batch for plan in read_plans(ours)] == [plan.batch for plan in read_plans(straight)]
+    assert losses(ours) == pytest.approx(losses(straight), abs=ROUNDING)
+
+
+def test_each_sample_is_taken_once_an_epoch_and_the_last_short_batch_is_kept(train: Train, tmp_path: Path) -> None:
+    """F3, G2: twelve samples, five a step, two epochs."""
+    train("data.tokens_per_step=null", "data.sequences_per_step=5", "train.steps=null", "train.epochs=2")
+    records = read_lines(tmp_path / "runs" / "tiny-1" / "metrics.jsonl")
+    assert [(record["epoch"], record["num_sequences"]) for record in records] == [
+        (0, 5), (0, 5), (0, 2), (1, 5), (1, 5), (1, 2),
+    ]  # fmt: skip
+    taken: dict[int, Counter[int]] = {0: Counter(), 1: Counter()}
+    for record, plan in zip(records, read_plans(tmp_path / "runs" / "tiny-1"), strict=True):
+        taken[record["epoch"]].update(plan.batch.ids)
+    assert taken[0] == taken[1] == Counter(range(12))
+
+
+def test_a_batch_without_a_target_changes_nothing_and_is_told(train: Train, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", [1, 1, 1])
+    train("train.steps=2", "train.export=false")
+    records = read_lines(tmp_path / "runs" / "tiny-1" / "metrics.jsonl")
+    assert [(record["loss"], record["grad_norm"], record["num_targets"]) for record in records] == [(None, None, 0)] * 2
+
+
+def test_the_settings_in_the_run_folder_are_those_of_the_run(finished: Path) -> None:
+    assert load_config(finished / "runs" / "tiny-1" / "config.yaml") == tiny()

@@ -1,0 +1,95 @@
+"""However a job ends, it ends whole: the rank that failed first is heard, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import failing_rank
+from tests.e2e.commands import (
+    NESTSP,
+    TIMEOUT_S,
+    TORCHRUN,
+    Finished,
+    descendants,
+    is_running,
+    planning_process,
+    ranks_of,
+    run,
+    started,
+    wait_until,
+)
+from tests.e2e.runs import write_run
+
+RANKS = ("--set", "cluster.ranks=3", "--set", "train.steps=100000", "--set", "train.checkpoint_every=null")
+
+
+def end(folder: Path, what: str, which: signal.Signals, program: Sequence[str] = NESTSP) -> Finished:
+    """Start a run that would take for ever, send a signal to one of its processes once it trains, and wait for its end.
+
+    Args:
+        what: ``launcher``, ``rank`` (the second one) or ``planning``.
+        which: The signal.
+        program: What is started.
+    """
+    with started(folder, "train", "tiny.yaml", *RANKS, program=program) as process:
+        metrics = folder / "runs" / "tiny-1" / "metrics.jsonl"
+        wait_until(
+            lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 2),
+            "two steps",
+        )
+        assert process.poll() is None, process.communicate()
+        family = descendants(process.pid)
+        ranks = ranks_of(process.pid)
+        assert sorted(ranks) == [0, 1, 2]
+        pid = {"launcher": process.pid, "rank": ranks[1], "planning": planning_process(process.pid)}[what]
+        os.kill(pid, which)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        wait_until(lambda: not any(is_running(pid) for pid in family), "every process of the job has ended")
+    return Finished(process.returncode, out, err)
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_is_the_only_one_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    result = end(tmp_path, "rank", signal.SIGKILL)
+    assert result.code == 1
+    assert result.err == "nestsp: rank 1 was ended by signal 9 (SIGKILL); all ranks were ended\n"
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_heard_first(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    script = Path(failing_rank.__file__)
+    result = run(
+        tmp_path, "--standalone", "--nproc-per-node", "3", str(script), "train", "tiny.yaml",
+        "--set", "cluster.ranks=3", program=TORCHRUN,
+    )  # fmt: skip
+    assert result.code == 1
+    said = [line for line in result.err.splitlines() if line.startswith("[rank ")]
+    assert {line.split("]")[0] for line in said} == {f"[rank {failing_rank.FAILING}"}
+    assert said[0] == f"[rank {failing_rank.FAILING}] Traceback (most recent call last):"
+    assert said[-1] == f"[rank {failing_rank.FAILING}] RuntimeError: the second update of this rank fails"
+
+
+def test_a_planning_process_that_is_killed_ends_the_job_with_a_word_about_it(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    result = end(tmp_path, "planning", signal.SIGKILL)
+    assert result.code == 1
+    lines = result.err.splitlines()
+    assert "[rank 0] RuntimeError: the planning process ended with exit code -9" in lines
+    assert lines[-1] == "nestsp: rank 0 ended with exit code 1; its error is above; all ranks were ended"
+    assert all(line.startswith(("[rank 0] ", "nestsp: ")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "which",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],  # the same path; 8 s of two cores
+)
+def test_a_launcher_that_is_told_to_end_ends_all_its_processes(tmp_path: Path, which: signal.Signals) -> None:
+    write_run(tmp_path)
+    result = end(tmp_path, "launcher", which)
+    assert result.code == 128 + which.value
+    assert result.err == f"nestsp: ended by {which.name}\n"
