@@ -2,9 +2,9 @@
 
     python -m benchmarks.planning.flexsp_ground [--flexsp] [--nodes 1]
 
-Prints ms of each planner, nothing streamed, beside the reference and the communication-free bound. The 2,048 lengths and
-the reference times lie in ``flexsp_batches.json``, with their source. ``--flexsp`` also solves the programmes, which
-takes minutes.
+Prints ms of each planner, nothing streamed, beside the reference and the communication-free bound. The 2,048 lengths
+and the reference times lie in ``flexsp_batches.json``, with their source. ``--flexsp`` also solves the programmes,
+which takes minutes.
 """
 
 from __future__ import annotations

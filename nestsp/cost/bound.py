@@ -9,7 +9,8 @@ With M microbatches, whatever the placement:
 - in the forward pass of each microbatch all layers are gathered one after another, in the backward pass gathered again
   and reduced; at its start every rank idles until the root and the first layer are gathered, at its end until the
   last layer and the root are reduced;
-- the rank with the most heads of the longest sequence has at least that share of it, at the degree where this is least.
+- the rank with the most heads of the longest sequence has at least that share of it, and in each layer waits for the
+  sequence's own exchanges before and after its attention, at the degree where this is least.
 
 The bound is the least over all M that memory admits. The ideal has no communication, perfect balance, and keeps
 everything: the gap between the two is what memory and communication cost at least.
@@ -25,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
+from nestsp.cost.comm import LinkTime
+from nestsp.cost.compute import Direction
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.units import format_bytes, format_count
@@ -164,19 +167,26 @@ class _Work:
 
 
 def _longest_s(length: float, cost: CostModel) -> float:
-    """Seconds of the fullest member of a group that has this sequence alone, at the degree where they are least."""
+    """Seconds of the fullest member of a group that has this sequence alone, at the degree where they are least.
+
+    In each layer the group's exchange in, attention and exchange out follow one another, whatever other groups do
+    meanwhile. A ring's steps follow one another too, but hide behind its attention or hide it.
+    """
     compute, tree, layers = cost.compute, cost.tree, cost.shape.num_layers
     best = math.inf
     for level in range(tree.num_levels):
         degree = tree.degree(level)
-        ring_degrees = [ring for ring in range(1, degree + 1) if degree % ring == 0]
-        for ring in ring_degrees:
+        linear = math.floor(length / degree) * (3 * layers * compute.linear_s + cost.head_s)
+        for ring in (ring for ring in range(1, degree + 1) if degree % ring == 0):
             heads = cost.head_fractions(level, ring).max() * cost.shape.num_heads / ring
-            attention = sum(
-                float(compute.best_attention_s(direction, heads, length, length**2))
-                for direction in ("forward", "backward")
+            chain = 0.0
+            passes: tuple[tuple[Direction, tuple[LinkTime, ...]], ...] = (
+                ("forward", cost.comm.forward(level, ring)),
+                ("backward", cost.comm.backward(level, ring)),
             )
-            tokens = math.floor(length / degree)
-            linear = tokens * (3 * layers * compute.linear_s + cost.head_s)
-            best = min(best, layers * attention + linear)
+            for direction, links in passes:
+                kernel = float(compute.best_attention_s(direction, heads, length, length**2))
+                exchanges = sum(link.seconds(length) for link in links)
+                chain += kernel + exchanges if ring == 1 else max(kernel, exchanges)
+            best = min(best, layers * chain + linear)
     return best

@@ -310,13 +310,13 @@ def num_groups(tree: GroupTree, level: int) -> int:
 def smallest_degrees(seconds: Floats, num_bytes: Floats, most_s: float, most_bytes: float) -> list[int]:
     """For each sequence the level with the fewest ranks on which it stays within time and memory.
 
-    Where none does, the one that fits and is fastest; where none fits, the root.
+    Where none does, the fewest with which it is nearly as fast as it can be; where none fits, the root.
     """
     fits = num_bytes <= most_bytes
-    within = fits & (seconds <= most_s)
+    fastest = np.where(fits, seconds, np.inf).min(axis=0)
+    within = fits & (seconds <= np.maximum(most_s, 1.05 * fastest))
     last = seconds.shape[0] - 1 - within[::-1].argmax(axis=0)
-    fastest = np.where(fits, seconds, np.inf).argmin(axis=0)
-    levels: list[int] = np.where(within.any(axis=0), last, fastest).tolist()
+    levels: list[int] = np.where(within.any(axis=0), last, 0).tolist()
     return levels
 
 
