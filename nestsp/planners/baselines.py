@@ -307,14 +307,16 @@ def num_groups(tree: GroupTree, level: int) -> int:
     return tree.num_ranks // tree.degree(level)
 
 
-def smallest_degrees(seconds: Floats, num_bytes: Floats, most_s: float, most_bytes: float) -> list[int]:
+def smallest_degrees(
+    seconds: Floats, num_bytes: Floats, most_s: float, most_bytes: float, *, nearly: float = 1.05
+) -> list[int]:
     """For each sequence the level with the fewest ranks on which it stays within time and memory.
 
-    Where none does, the fewest with which it is nearly as fast as it can be; where none fits, the root.
+    Where none does, the fewest with which it takes at most ``nearly`` times its least time; where none fits, the root.
     """
     fits = num_bytes <= most_bytes
     fastest = np.where(fits, seconds, np.inf).min(axis=0)
-    within = fits & (seconds <= np.maximum(most_s, 1.05 * fastest))
+    within = fits & (seconds <= np.maximum(most_s, nearly * fastest))
     last = seconds.shape[0] - 1 - within[::-1].argmax(axis=0)
     levels: list[int] = np.where(within.any(axis=0), last, 0).tolist()
     return levels

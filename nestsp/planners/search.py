@@ -16,6 +16,7 @@ in hard memory limits, in recomputation chosen with the placement, and in trees 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,8 @@ __all__ = ["NestedGroups"]
 Floats = npt.NDArray[np.float64]
 
 _THRESHOLDS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.1, 1.4)
+# A sequence that keeps no threshold may take so many times its least time, on fewer ranks.
+_NEARLY = (1.0, 1.05)
 # Times the mean work of a rank, exchanges included, at each sequence's cheapest degree.
 _TARGETS = (1.01, 1.03, 1.06, 1.1, 1.14, 1.18, 1.22, 1.27, 1.33, 1.4, 1.5, 1.7)
 # Which part of the exchanges is taken to be in nobody's shadow.
@@ -100,8 +103,6 @@ class NestedGroups:
             for exchanges in _EXCHANGES:
                 seconds = ground.seconds(lengths, exchanges=exchanges)
                 mean = float((seconds * degrees).min(axis=0).sum()) / (tree.num_ranks * number)
-                if number == 1:  # what the longest takes in any case, others may take as well
-                    mean = max(mean, float(seconds.min(axis=0).max(initial=0.0)))
                 tight = (
                     batch.num_tokens * ground.bytes_per_token[-1] > 0.7 * number * tree.num_ranks * ground.free_bytes
                 )
@@ -148,8 +149,8 @@ def _pack_all(
     prices = seconds.tolist(), num_bytes.tolist()
     found = []
     seen: set[tuple[int, ...]] = set()
-    for threshold in _THRESHOLDS:
-        levels = smallest_degrees(seconds, num_bytes, threshold * mean_s, 0.9 * free)
+    for threshold, nearly in itertools.product(_THRESHOLDS, _NEARLY):
+        levels = smallest_degrees(seconds, num_bytes, threshold * mean_s, 0.9 * free, nearly=nearly)
         if tuple(levels) not in seen:
             seen.add(tuple(levels))
             found.append(pack_levels(tree, levels, order, *prices, free, num_microbatches))
