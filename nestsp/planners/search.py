@@ -58,6 +58,8 @@ _MOVERS = 6
 _MEMORY = (1.0, 0.95, 0.9, 0.85, 0.8)
 # A move must make the sum of the slowest ranks smaller by this fraction.
 _LEAST_GAIN = 2e-4
+# How many packings of each number of microbatches and part of the exchanges are refined, and how many judged.
+_FINALISTS = 3
 # How often all microbatches are packed again by themselves.
 _ROUNDS = 2
 
@@ -106,16 +108,13 @@ class NestedGroups:
                 tight = (
                     batch.num_tokens * ground.bytes_per_token[-1] > 0.7 * number * tree.num_ranks * ground.free_bytes
                 )
-                best: Packing | None = None
+                refined = []
                 for part_of_memory in _MEMORY if tight else _MEMORY[:1]:
                     limit = part_of_memory * ground.free_bytes
                     tried = _pack_all(ground, order, seconds, num_bytes, mean, number, limit)
-                    packing = min(tried, key=lambda p: p.slowest_s, default=None)
-                    if packing is not None:
-                        packing = self._refine(packing, batch, seconds, num_bytes)
-                        best = packing if best is None else min(best, packing, key=lambda p: p.slowest_s)
-                if best is not None:
-                    at_this_number.append(best)
+                    for packing in sorted(tried, key=lambda p: p.slowest_s)[:_FINALISTS]:
+                        refined.append(self._refine(packing, batch, seconds, num_bytes))
+                at_this_number += sorted(refined, key=lambda p: p.slowest_s)[:_FINALISTS]
             found += at_this_number
             numbers += bool(at_this_number)
             if numbers == 2:
