@@ -133,7 +133,7 @@ def _batches(prepared: Prepared, max_tokens: int) -> Iterator[SequenceBatch]:
 
 
 def _plan_small(prepared: Prepared, batch: SequenceBatch) -> Plan:
-    """Plan a batch under a cap that is to it what the run's cap is to the run's batches, with the run's static degree."""
+    """Plan a batch under a cap that is to it what the run's cap is to the run's batches; a static degree stays."""
     planner = prepared.config.planner
     degree = prepared.planner.degree if isinstance(prepared.planner, StaticPlanner) else None
     full = prepared.config.data.tokens_per_step or batch.num_tokens

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest.mock import patch
 
 from nestsp.cli.main import main
 from nestsp.execute import executor
-
-load_local = executor.load_local
+from nestsp.execute.local import load_local
 
 
 def load_doubled(*args: Any, **kwargs: Any) -> Any:
@@ -21,4 +19,4 @@ def load_doubled(*args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     with patch.object(executor, "load_local", load_doubled):
-        sys.exit(main())
+        main()

@@ -1,0 +1,86 @@
+"""Records of steps: lines for people, JSON that survives a crash, rates of the first two steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nestsp.cost.work import Rates, Work
+from nestsp.train.metrics import JsonLines, RateMeter, StepMetrics
+
+RECORD = StepMetrics(
+    step=7, epoch=1, loss=2.5, lr=3e-3, grad_norm=1.25, num_sequences=5, num_tokens=8000, num_targets=7995,
+    tokens_per_s=4000.0, step_s=2.0, estimated_s=None, attention_s=0.5, wait_s=0.0, imbalance=0.0125,
+    num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
+)  # fmt: skip
+
+
+def test_a_line_has_every_figure_of_the_step() -> None:
+    assert RECORD.line(60) == (
+        "step  7/60  loss 2.5000  lr 3.00e-03  grad norm 1.250  4,000 tokens/s  2.00 s  imbalance 1.2%  "
+        "microbatches 2  sequences by degree 1:3 4:2"
+    )
+    assert "  2.00 s (estimated 1.50 s)  " in replace(RECORD, estimated_s=1.5).line(60)
+
+
+def test_a_step_without_a_target_says_so() -> None:
+    line = replace(RECORD, loss=None, grad_norm=None, num_targets=0).line(60)
+    assert "  no target, nothing changed  " in line
+    assert "None" not in line
+    assert "loss" not in line
+
+
+def test_a_record_is_one_line_of_json(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write(RECORD)
+    lines.write({"step": 8})
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before it is closed: a run can be watched
+    assert json.loads(first)["loss"] == 2.5
+    assert json.loads(first)["estimated_s"] is None
+    assert json.loads(second) == {"step": 8}
+    lines.close()
+
+
+def test_a_resumed_file_keeps_the_steps_up_to_the_checkpoint_and_drops_what_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    lines = JsonLines.resume(path, last_step=2)
+    lines.write({"step": 3, "again": True})
+    lines.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "again": true}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_resumed_file_that_is_not_there_begins_empty(tmp_path: Path) -> None:
+    lines = JsonLines.resume(tmp_path / "metrics.jsonl", last_step=2)
+    lines.write({"step": 3})
+    lines.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
+
+
+def test_rates_are_the_lower_of_the_first_two_steps_and_stay() -> None:
+    meter = RateMeter()
+    seen = [meter.rates]
+    for step_s, attention_s in ((5.0, 1.0), (3.0, 2.0), (0.1, 0.01)):
+        meter.add(Work(100.0, 10.0), step_s=step_s, attention_s=attention_s)
+        seen.append(meter.rates)
+    assert seen == [None, None, Rates(0.01, 0.1), Rates(0.01, 0.1)]
+
+
+def test_there_is_no_rate_from_steps_without_work() -> None:
+    meter = RateMeter()
+    for _ in range(2):
+        meter.add(Work(0.0, 0.0), step_s=1.0, attention_s=0.0)
+    assert meter.rates is None
+
+
+def test_work_at_the_rates_of_a_step_takes_the_time_of_that_step() -> None:
+    meter = RateMeter()
+    work = Work(300.0, 20.0)
+    for _ in range(2):
+        meter.add(work, step_s=4.0, attention_s=1.0)
+    assert meter.rates is not None
+    assert meter.rates.seconds(work) == pytest.approx(4.0)
