@@ -34,6 +34,9 @@ EXIT_SAID = 3
 # A rank that dies makes its neighbours' collectives fail within milliseconds. They wait this long before they say so:
 # by then the launcher has ended them, and the rank that died first is the one that is heard.
 _NEIGHBOUR_PATIENCE_S = 3.0
+# A rank that leaves the word to another one stays so long. Did it leave first, the launcher might end the speaker
+# before it has spoken. Before the ranks have met, one may be far behind the others: it is still importing.
+_SILENCE_S = {"met": 3.0, "not met": 30.0}
 _NEIGHBOUR_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -99,6 +102,8 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
         speaks = rank == 0 if error.raised_on_all_ranks else dist.is_initialized() or os.environ["LOCAL_RANK"] == "0"
         if speaks:
             print(f"nestsp: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            time.sleep(_SILENCE_S["met" if dist.is_initialized() else "not met"])
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
