@@ -6,6 +6,7 @@ has said itself why the job ends with 1 leaves with 3, and the launcher turns th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -93,6 +94,8 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
     before, so none is hidden.
     """
     rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_launcher()
     code = 0
     try:
         code = main()
@@ -118,6 +121,13 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
         # After a failure the groups may hang; the launcher ends the others.
         dist.destroy_process_group()
     os._exit(code)
+
+
+def _end_with_launcher() -> None:
+    """Let the system end this rank when its launcher is killed outright: else it would train on, alone and unseen."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
 def _report(failures: list[ProcessFailure]) -> int:

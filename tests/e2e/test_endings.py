@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,8 +50,9 @@ def end(folder: Path, what: str, which: signal.Signals, program: Sequence[str] =
         assert sorted(ranks) == [0, 1]
         pid = {"launcher": process.pid, "rank": ranks[1], "planning": planning_process(process.pid)}[what]
         os.kill(pid, which)
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        process.wait(TIMEOUT_S)
         wait_until(lambda: not any(is_running(pid) for pid in family), "every process of the job has ended")
+        out, err = process.communicate(timeout=TIMEOUT_S)
     return Finished(process.returncode, out, err)
 
 
@@ -94,3 +96,9 @@ def test_a_launcher_that_is_told_to_end_ends_all_its_processes(tmp_path: Path, w
     result = end(tmp_path, "launcher", which)
     assert result.code == 128 + which.value
     assert result.err == f"nestsp: ended by {which.name}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert end(tmp_path, "launcher", signal.SIGKILL).code == -signal.SIGKILL
