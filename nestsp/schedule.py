@@ -113,13 +113,16 @@ def make_schedule(plan: Plan, *, streaming: bool = True) -> Schedule:
 def num_exchanges(placement: Placement, which: Pass) -> int:
     """How many communications a group issues in one layer and pass.
 
-    Ulysses needs one exchange in and one out. A ring passes keys and values on once for each further member; in the
-    backward pass once more, to bring their gradients home. A hybrid needs both. With ``keep == "output"`` the recompute
-    needs none: output and log-sum-exp are there, and the backward pass brings queries, keys and values in its own first
-    exchange.
+    Ulysses needs one exchange in and one out. A ring passes keys and values on once for each further member. In the
+    backward pass their gradients travel one pass behind them, so that every block is computed while another is on the
+    wire: one more pass where there are members between, and one that brings them home. A hybrid needs both. With
+    ``keep == "output"`` the recompute needs none: output and log-sum-exp are there, and the backward pass brings
+    queries, keys and values in its own first exchange.
     """
     degree, ring = placement.group.degree, placement.ring_degree
     if degree == 1 or (which is Pass.RECOMPUTE and placement.keep == "output"):
         return 0
-    around = 0 if ring == 1 else ring if which is Pass.BACKWARD else ring - 1
+    around = ring - 1
+    if which is Pass.BACKWARD and ring > 1:
+        around += 2 if ring > 2 else 1
     return around + (2 if ring < degree else 0)

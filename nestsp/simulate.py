@@ -468,8 +468,9 @@ class _Turns:
     def move(self, number: int, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
         """One turn of some groups.
 
-        A ring's turns each see one block of keys: they pass it on, then compute with it. An all-to-all is packed before
-        it is issued, and unpacked in the turn that waited for it.
+        A ring's turns each see one block of keys: they pass it on, then compute with it. Backward, the turn of the last
+        block passes on the gradients of the one before, if there is one between. An all-to-all is packed before it is
+        issued, and unpacked in the turn that waited for it.
         """
         level, last = chain[0], len(self.exchanges)
         inner = self.degree // self.ring_degree
@@ -482,7 +483,8 @@ class _Turns:
                 before = attention
             elif number - around.start < self.ring_degree:
                 block = attention / self.ring_degree
-                passes_on = number < around.stop - 1 or (inner == 1 and number < last)
+                is_last = number - around.start == self.ring_degree - 1
+                passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
         if last and inner > 1:
             if number == 0:

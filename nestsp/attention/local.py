@@ -1,4 +1,8 @@
-"""Causal attention of whole sequences that lie packed one after another, by explicit forward and backward calls.
+"""Attention of sequences that lie packed one after another, by explicit forward and backward calls.
+
+Two forms: *causal*, of whole sequences on themselves, and *block*, where the queries of each sequence see all of some
+other keys, of another number: what a ring's member does with the keys of another one. A block's backward takes the
+output and log-sum-exp over *all* blocks, and gives this block's part of the gradients.
 
 Nothing here is differentiated by autograd: the groups' exchanges and kernels are interleaved in both directions, so
 each kernel's backward is called when its group's turn comes. All kernels return the log-sum-exp that their backward
@@ -9,6 +13,7 @@ Letters: T tokens, N query heads, K key/value heads, H head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -16,7 +21,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CpuFlash", "CudaFlash", "Kernel", "MathKernel", "Segments", "attend", "attend_backward", "choose_kernel"]
+from nestsp.attention.merge import wide
+
+__all__ = [
+    "CpuFlash",
+    "CudaFlash",
+    "Kernel",
+    "MathKernel",
+    "Segments",
+    "attend",
+    "attend_backward",
+    "attend_block",
+    "attend_block_backward",
+    "choose_kernel",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +62,18 @@ class Segments:
 
 
 class Kernel(Protocol):
-    """Causal attention of packed sequences; N is a multiple of K, equal query heads on each key/value head."""
+    """Attention of packed sequences; N is a multiple of K, equal query heads on each key/value head.
+
+    S is the number of keys. In the causal form S = T and ``keys`` is ``queries``; in the block form both have as many
+    segments, and the queries of each see all keys of the same number. No segment is empty.
+    """
 
     name: str
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (out [T, N, H], log-sum-exp [N, T] in float32 or float64)."""
+        """Causal. Return (out [T, N, H], log-sum-exp [N, T] in float32 or float64)."""
         ...
 
     def backward(
@@ -65,29 +87,39 @@ class Kernel(Protocol):
         segments: Segments,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq [T, N, H], dk [T, K, H], dv [T, K, H])."""
+        """Causal. Return (dq [T, N, H], dk [T, K, H], dv [T, K, H])."""
+        ...
+
+    def forward_block(
+        self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Segments, keys: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Block. Return (out [T, N, H], log-sum-exp [N, T]) over these keys alone."""
+        ...
+
+    def backward_block(
+        self,
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        queries: Segments,
+        keys: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Block, with out and log-sum-exp over all keys. Return (dq [T, N, H], dk [S, K, H], dv [S, K, H])."""
         ...
 
 
-class CpuFlash:
-    """PyTorch's flash kernel for CPUs, one call a sequence. float64, float32, bfloat16, float16."""
-
-    name = "flash (PyTorch, CPU)"
+class _Kernel:
+    """The two forms of a kernel that has one implementation for both."""
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        wide = torch.float64 if q_TNH.dtype == torch.float64 else torch.float32
-        lse = torch.empty(q_TNH.shape[1], q_TNH.shape[0], dtype=wide)
-        for s in segments.slices():
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q_TNH[s]), _heads_first(k_TKH[s]), _heads_first(v_TKH[s]), 0.0, True, scale=scale
-            )
-            out[s] = part[0].transpose(0, 1)
-            lse[:, s] = part_lse[0]
-        return out, lse
+        return self._forward(q_TNH, k_TKH, v_TKH, segments, segments, True, scale)
 
     def backward(
         self,
@@ -101,25 +133,102 @@ class CpuFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_TNH, k_TKH, v_TKH))
-        for s in segments.slices():
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(dout_TNH[s]),
-                _heads_first(q_TNH[s]),
-                _heads_first(k_TKH[s]),
-                _heads_first(v_TKH[s]),
-                _heads_first(out_TNH[s]),
+        return self._backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, segments, segments, True, scale)
+
+    def forward_block(
+        self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Segments, keys: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        return self._forward(q_TNH, k_SKH, v_SKH, queries, keys, False, scale)
+
+    def backward_block(
+        self,
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        queries: Segments,
+        keys: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        return self._backward(dout_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_NT, queries, keys, False, scale)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse_NT: Tensor,
+        queries: Segments,
+        keys: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class CpuFlash(_Kernel):
+    """PyTorch's flash kernel for CPUs, one call a sequence. float64, float32, bfloat16, float16.
+
+    Its causal mask aligns the first query with the first key, so it is only asked for square blocks under a mask.
+    """
+
+    name = "flash (PyTorch, CPU)"
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        for s, t in zip(queries.slices(), keys.slices(), strict=True):
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[s]), _heads_first(k[t]), _heads_first(v[t]), 0.0, causal, scale=scale
+            )
+            out[s] = part[0].transpose(0, 1)
+            lse[:, s] = part_lse[0]
+        return out, lse
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse_NT: Tensor,
+        queries: Segments,
+        keys: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        for s, t in zip(queries.slices(), keys.slices(), strict=True):
+            dq_s, dk_t, dv_t = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(dout[s]),
+                _heads_first(q[s]),
+                _heads_first(k[t]),
+                _heads_first(v[t]),
+                _heads_first(out[s]),
                 lse_NT[None, :, s],
                 0.0,
-                True,
+                causal,
                 scale=scale,
             )
-            for whole, part in zip((dq, dk, dv), grads, strict=True):
-                whole[s] = part[0].transpose(0, 1)
+            dq[s], dk[t], dv[t] = (part[0].transpose(0, 1) for part in (dq_s, dk_t, dv_t))
         return dq, dk, dv
 
 
-class CudaFlash:
+class CudaFlash(_Kernel):
     """The flash kernel that PyTorch ships for GPUs, one call for all sequences.
 
     bfloat16 and float16; head sizes that are multiples of 8, up to 256.
@@ -127,47 +236,53 @@ class CudaFlash:
 
     name = "flash (PyTorch, CUDA)"
 
-    def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        longest = max(segments.lengths)
-        cu = segments.cu_seqlens
         out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            q_TNH, k_TKH, v_TKH, cu, cu, longest, longest, 0.0, True, False, scale=scale
+            q,
+            k,
+            v,
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            max(queries.lengths),
+            max(keys.lengths),
+            0.0,
+            causal,
+            False,
+            scale=scale,
         )
         return out, lse
 
-    def backward(
+    def _backward(
         self,
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
         lse_NT: Tensor,
-        segments: Segments,
+        queries: Segments,
+        keys: Segments,
+        causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        longest = max(segments.lengths)
-        cu = segments.cu_seqlens
         # Without dropout the random state is never read, but the operator wants one.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_TNH.device)
-        unused = torch.empty(0, dtype=torch.uint64, device=q_TNH.device)
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout_TNH.contiguous(),
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            out_TNH.contiguous(),
-            lse_NT,
-            cu,
-            cu,
-            longest,
-            longest,
+            dout.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse_NT.contiguous(),
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            max(queries.lengths),
+            max(keys.lengths),
             0.0,
-            True,
+            causal,
             rng_state,
             unused,
             scale=scale,
@@ -175,67 +290,70 @@ class CudaFlash:
         return dq, dk, dv
 
 
-class MathKernel:
+class MathKernel(_Kernel):
     """Plain softmax in blocks of queries, any device and dtype: for float32 and float64 on GPUs, where flash has none.
 
-    Memory: one block's scores, ``block × T × N`` elements of float32 (float64 for float64).
+    Memory: one block's scores, ``block × S × N`` elements of float32 (float64 for float64).
     """
 
     name = "math (PyTorch operators)"
     block = 512
 
-    def forward(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        q, k, v = (_wide(x) for x in (q_TNH, k_TKH, v_TKH))
+        dtype = q.dtype
+        q, k, v = (wide(x) for x in (q, k, v))
         out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
-        for s in segments.slices():
-            for rows, seen in self._blocks(s):
-                scores = self._scores(q[rows], k[seen], scale)
-                part_lse = scores.logsumexp(-1)
-                lse[:, rows] = part_lse
-                out[rows] = self._mix((scores - part_lse[..., None]).exp(), v[seen])
-        return out.to(q_TNH.dtype), lse
+        for rows, seen in self._blocks(queries, keys, causal):
+            scores = self._scores(q[rows], k[seen], causal, scale)
+            part_lse = scores.logsumexp(-1)
+            lse[:, rows] = part_lse
+            out[rows] = self._mix((scores - part_lse[..., None]).exp(), v[seen])
+        return out.to(dtype), lse
 
-    def backward(
+    def _backward(
         self,
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
         lse_NT: Tensor,
-        segments: Segments,
+        queries: Segments,
+        keys: Segments,
+        causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        dout, q, k, v, out = (_wide(x) for x in (dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH))
+        dtype = q.dtype
+        dout, q, k, v, out = (wide(x) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta_NT = (dout * out).sum(-1).T
         per_kv = q.shape[1] // k.shape[1]
-        for s in segments.slices():
-            for rows, seen in self._blocks(s):
-                weights = (self._scores(q[rows], k[seen], scale) - lse_NT[:, rows, None]).exp()
-                dweights = torch.einsum("qnh,knh->nqk", dout[rows], v[seen].repeat_interleave(per_kv, 1))
-                dscores = weights * (dweights - delta_NT[:, rows, None]) * scale
-                dq[rows] = self._mix(dscores, k[seen])
-                for grad, left, right in ((dk, dscores, q), (dv, weights, dout)):
-                    full = torch.einsum("nqk,qnh->knh", left, right[rows])
-                    grad[seen] += full.unflatten(1, (k.shape[1], per_kv)).sum(2)
-        return dq.to(q_TNH.dtype), dk.to(k_TKH.dtype), dv.to(v_TKH.dtype)
+        for rows, seen in self._blocks(queries, keys, causal):
+            weights = (self._scores(q[rows], k[seen], causal, scale) - lse_NT[:, rows, None]).exp()
+            dweights = torch.einsum("qnh,knh->nqk", dout[rows], v[seen].repeat_interleave(per_kv, 1))
+            dscores = weights * (dweights - delta_NT[:, rows, None]) * scale
+            dq[rows] = self._mix(dscores, k[seen])
+            for grad, left, right in ((dk, dscores, q), (dv, weights, dout)):
+                full = torch.einsum("nqk,qnh->knh", left, right[rows])
+                grad[seen] += full.unflatten(1, (k.shape[1], per_kv)).sum(2)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
-    def _blocks(self, s: slice) -> list[tuple[slice, slice]]:
-        """(queries, the keys that they may see) of one sequence, block by block."""
-        starts = range(s.start, s.stop, self.block)
-        stops = [min(start + self.block, s.stop) for start in starts]
-        return [(slice(a, b), slice(s.start, b)) for a, b in zip(starts, stops, strict=True)]
+    def _blocks(self, queries: Segments, keys: Segments, causal: bool) -> Iterator[tuple[slice, slice]]:
+        """(queries, the keys that they may see), block by block."""
+        for s, t in zip(queries.slices(), keys.slices(), strict=True):
+            for start in range(s.start, s.stop, self.block):
+                stop = min(start + self.block, s.stop)
+                yield slice(start, stop), slice(t.start, stop) if causal else t
 
     @staticmethod
-    def _scores(q_QNH: Tensor, k_SKH: Tensor, scale: float) -> Tensor:
-        """Masked scores [N, Q, S]; the last query sees the last key."""
+    def _scores(q_QNH: Tensor, k_SKH: Tensor, causal: bool, scale: float) -> Tensor:
+        """Scores [N, Q, S]; under the causal mask, the last query sees the last key."""
         k = k_SKH.repeat_interleave(q_QNH.shape[1] // k_SKH.shape[1], 1)
         scores = torch.einsum("qnh,knh->nqk", q_QNH, k) * scale
+        if not causal:
+            return scores
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
         return scores.masked_fill_(future.triu(scores.shape[2] - scores.shape[1] + 1), float("-inf"))
 
@@ -263,7 +381,7 @@ def attend(
     scale: float,
     kv_of_query: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one member's heads; any mapping of query heads to key/value heads, also no head at all.
+    """Causal attention of one member's heads; any mapping of query heads to key/value heads, also nothing at all.
 
     Args:
         kernel: The kernel.
@@ -277,12 +395,10 @@ def attend(
     Returns:
         out [T, N, H] and log-sum-exp [N, T].
     """
-    if q_TNH.shape[1] == 0:
-        return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(0, q_TNH.shape[0])
-    if not _is_regular(kv_of_query, k_TKH.shape[1]):
-        index = torch.tensor(kv_of_query, device=k_TKH.device)
-        k_TKH, v_TKH = k_TKH.index_select(1, index), v_TKH.index_select(1, index)
-    return kernel.forward(q_TNH, k_TKH, v_TKH, segments, scale)
+    if q_TNH.numel() == 0:
+        return q_TNH.new_empty(q_TNH.shape), wide(q_TNH.new_empty(q_TNH.shape[1], q_TNH.shape[0]))
+    k, v = _for_each_query(k_TKH, v_TKH, kv_of_query)
+    return kernel.forward(q_TNH, k, v, segments, scale)
 
 
 def attend_backward(
@@ -298,19 +414,78 @@ def attend_backward(
     kv_of_query: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend` with respect to q, k and v, in their shapes."""
-    if q_TNH.shape[1] == 0:
+    if q_TNH.numel() == 0:
         return torch.zeros_like(q_TNH), torch.zeros_like(k_TKH), torch.zeros_like(v_TKH)
-    if _is_regular(kv_of_query, k_TKH.shape[1]):
-        return kernel.backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, segments, scale)
-    index = torch.tensor(kv_of_query, device=k_TKH.device)
-    k_each, v_each = k_TKH.index_select(1, index), v_TKH.index_select(1, index)
-    dq, dk_each, dv_each = kernel.backward(dout_TNH, q_TNH, k_each, v_each, out_TNH, lse_NT, segments, scale)
-    # Several query heads may share a key/value head; their gradients are summed in a wide type.
-    dk, dv = (
-        _wide(each).new_zeros(x.shape).index_add_(1, index, _wide(each)).to(x.dtype)
-        for each, x in ((dk_each, k_TKH), (dv_each, v_TKH))
-    )
-    return dq, dk, dv
+    k, v = _for_each_query(k_TKH, v_TKH, kv_of_query)
+    dq, dk, dv = kernel.backward(dout_TNH, q_TNH, k, v, out_TNH, lse_NT, segments, scale)
+    return dq, _sum_queries(dk, k_TKH, kv_of_query), _sum_queries(dv, v_TKH, kv_of_query)
+
+
+def attend_block(
+    kernel: Kernel,
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    kv_of_query: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """Attention of each sequence's queries over all keys of the same number; as `attend`, with at least one head.
+
+    Args:
+        kernel: The kernel.
+        q_TNH: [T, N, H].
+        k_SKH: [S, K, H].
+        v_SKH: [S, K, H].
+        queries: Where each sequence's queries lie, together T.
+        keys: Where its keys lie, together S.
+        scale: Factor of the scores.
+        kv_of_query: For each query head, its key/value head.
+
+    Returns:
+        out [T, N, H] and log-sum-exp [N, T], over these keys alone.
+    """
+    k, v = _for_each_query(k_SKH, v_SKH, kv_of_query)
+    return kernel.forward_block(q_TNH, k, v, queries, keys, scale)
+
+
+def attend_block_backward(
+    kernel: Kernel,
+    dout_TNH: Tensor,
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    out_TNH: Tensor,
+    lse_NT: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    kv_of_query: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's part of the gradients of q, k and v, in their shapes.
+
+    ``out_TNH`` and ``lse_NT`` are those over all blocks.
+    """
+    k, v = _for_each_query(k_SKH, v_SKH, kv_of_query)
+    dq, dk, dv = kernel.backward_block(dout_TNH, q_TNH, k, v, out_TNH, lse_NT, queries, keys, scale)
+    return dq, _sum_queries(dk, k_SKH, kv_of_query), _sum_queries(dv, v_SKH, kv_of_query)
+
+
+def _for_each_query(k: Tensor, v: Tensor, kv_of_query: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Keys and values in a layout that kernels know: as they are, or one head for each query head."""
+    if _is_regular(kv_of_query, k.shape[1]):
+        return k, v
+    index = torch.tensor(kv_of_query, device=k.device)
+    return k.index_select(1, index), v.index_select(1, index)
+
+
+def _sum_queries(grad: Tensor, like: Tensor, kv_of_query: tuple[int, ...]) -> Tensor:
+    """The gradient of what `_for_each_query` was given; query heads that share a head are summed in a wide type."""
+    if _is_regular(kv_of_query, like.shape[1]):
+        return grad
+    index = torch.tensor(kv_of_query, device=grad.device)
+    return wide(grad).new_zeros(like.shape).index_add_(1, index, wide(grad)).to(like.dtype)
 
 
 def _is_regular(kv_of_query: tuple[int, ...], num_kv: int) -> bool:
@@ -325,7 +500,3 @@ def _heads_first(x_TNH: Tensor) -> Tensor:
     # The CPU kernel takes any strides but the last: it would read heads as dense, whatever they are.
     dense = x_TNH if x_TNH.stride(-1) == 1 else x_TNH.contiguous()
     return dense.transpose(0, 1)[None]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

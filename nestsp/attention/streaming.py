@@ -17,8 +17,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
-from nestsp.attention.ulysses import Attended, GroupWork, Kept, Saved, backward_phases, forward_phases
+from nestsp.attention.work import Attended, GroupWork, Kept, Saved
 from nestsp.schedule import Pass, Turn
 
 __all__ = ["AttentionContext", "attend_groups"]

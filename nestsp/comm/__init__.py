@@ -1,1 +1,1 @@
-"""Process groups of the tree, and the one exchange that attention needs."""
+"""Process groups of the tree, and the communications that attention needs."""

@@ -1,7 +1,16 @@
-"""One all-to-all with unequal splits that carries several tensors at once. Starting and finishing it are two lines.
+"""The two communications that attention needs. Starting and finishing one are two lines.
 
-Tensors for one peer are laid one after another in one buffer, so an exchange is one collective whatever it carries.
-Each element is copied once before it is sent, and not again until its reader asks for it in another layout.
+- `start_exchange`: an all-to-all with unequal splits that carries several tensors at once.
+- `start_pass`: a ring's step; tensors go to one member, others come from one.
+
+Tensors for one peer are laid one after another in one buffer, so each is one collective whatever it carries. Each
+element is copied once before it is sent, and not again until its reader asks for it in another layout.
+
+A pass is an all-to-all as well, with nothing for all but the two neighbours: on every backend it runs on the group's
+own communicator, in the order in which the group's collectives are issued, with the same errors and timeouts; NCCL and
+gloo send nothing where a split is empty. Point-to-point calls would bring NCCL to set up a communicator for each pair
+(unless all of them are batched) and gloo to match messages by tag rather than by order. The price is two lists of
+``degree`` numbers for each pass.
 """
 
 from __future__ import annotations
@@ -14,26 +23,23 @@ import torch.distributed as dist
 
 from nestsp.comm.groups import Link
 
-__all__ = ["Exchange", "start_exchange"]
+__all__ = ["Exchange", "start_exchange", "start_pass"]
 
 Shape = tuple[int, ...]
+Announced = Sequence[Sequence[tuple[Shape, torch.dtype]]]  # for each member, what it sends here
 
 
 class Exchange:
-    """An all-to-all on the wire. Holds its buffers until it is finished."""
+    """A communication on the wire. Holds its buffers until it is finished."""
 
-    __slots__ = ("_done", "_received", "_sent", "_shapes")
+    __slots__ = ("_announced", "_done", "_received", "_sent")
 
     def __init__(
-        self,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        shapes: Sequence[Sequence[Shape]],
-        done: dist.Work | torch.cuda.Event,
+        self, sent: torch.Tensor, received: torch.Tensor, announced: Announced, done: dist.Work | torch.cuda.Event
     ) -> None:
         self._sent: torch.Tensor | None = sent
         self._received: torch.Tensor | None = received
-        self._shapes, self._done = shapes, done
+        self._announced, self._done = announced, done
 
     def finish(self) -> list[list[torch.Tensor]]:
         """Wait until everything has arrived. On GPUs the current stream waits, not the host.
@@ -50,11 +56,11 @@ class Exchange:
         self._sent = self._received = None  # whoever still holds the exchange holds no memory
         pieces: list[list[torch.Tensor]] = []
         start = 0
-        for member_shapes in self._shapes:
+        for announced in self._announced:
             tensors = []
-            for shape in member_shapes:
-                size = math.prod(shape)
-                tensors.append(received[start : start + size].view(shape))
+            for shape, dtype in announced:
+                size = math.prod(shape) * dtype.itemsize // received.itemsize
+                tensors.append(received[start : start + size].view(dtype).view(shape))
                 start += size
             pieces.append(tensors)
         return pieces
@@ -65,25 +71,66 @@ def start_exchange(link: Link, parts: Sequence[Sequence[torch.Tensor]], shapes: 
 
     Args:
         link: The group.
-        parts: For each member, the tensors for it, one dtype in all; empty tensors are fine.
+        parts: For each member, the tensors for it, one dtype in all; empty tensors, and none for some members, are
+            fine.
         shapes: For each member, the shapes of the tensors that it sends here.
     """
     assert len(parts) == len(shapes) == link.degree
-    like = parts[0][0]
-    in_sizes = [sum(tensor.numel() for tensor in member) for member in parts]
-    out_sizes = [sum(math.prod(shape) for shape in member) for member in shapes]
-    sent = like.new_empty(sum(in_sizes))
+    like = next(tensor for member in parts for tensor in member)
+    announced = [[(shape, like.dtype) for shape in member] for member in shapes]
+    return _start(link, parts, announced, like.dtype, like.device)
+
+
+def start_pass(
+    link: Link, target: int, tensors: Sequence[torch.Tensor], source: int, shapes: Sequence[Shape]
+) -> Exchange:
+    """Send tensors to one member of a group, and begin to receive as many from another.
+
+    Every member must call it, and the targets must be a permutation. The buffer is of bytes, so that tensors of several
+    dtypes travel together.
+
+    Args:
+        link: The group.
+        target: The member that gets the tensors.
+        tensors: Wider dtypes first, so that each lies at a multiple of its element's size.
+        source: The member whose tensors come here; as many, of the same dtypes.
+        shapes: Of what comes.
+    """
+    dtypes = [tensor.dtype for tensor in tensors]
+    assert dtypes == sorted(dtypes, key=lambda dtype: -dtype.itemsize)
+    announced = list(zip(shapes, dtypes, strict=True))
+    members = range(link.degree)
+    return _start(
+        link,
+        [tensors if member == target else () for member in members],
+        [announced if member == source else () for member in members],
+        torch.uint8,
+        tensors[0].device,
+    )
+
+
+def _start(
+    link: Link,
+    parts: Sequence[Sequence[torch.Tensor]],
+    announced: Announced,
+    wire_dtype: torch.dtype,
+    device: torch.device,
+) -> Exchange:
+    width = wire_dtype.itemsize
+    in_sizes = [sum(tensor.nbytes for tensor in member) // width for member in parts]
+    out_sizes = [sum(math.prod(shape) * dtype.itemsize for shape, dtype in member) // width for member in announced]
+    sent = torch.empty(sum(in_sizes), dtype=wire_dtype, device=device)
     start = 0
     for member in parts:
         for tensor in member:
-            stop = start + tensor.numel()
-            sent[start:stop].view(tensor.shape).copy_(tensor)
+            stop = start + tensor.nbytes // width
+            sent[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             start = stop
-    received = like.new_empty(sum(out_sizes))
+    received = torch.empty(sum(out_sizes), dtype=wire_dtype, device=device)
     if link.stream is None:
         work = dist.all_to_all_single(received, sent, out_sizes, in_sizes, group=link.group, async_op=True)
         assert work is not None
-        return Exchange(sent, received, shapes, work)
+        return Exchange(sent, received, announced, work)
     # Issued on the link class's own stream: exchanges of all its groups go out in the order of issue. The buffers stay
     # alive until `finish`, when the current stream has waited for them, so the allocator cannot reuse them early.
     link.stream.wait_stream(torch.cuda.current_stream())
@@ -91,4 +138,4 @@ def start_exchange(link: Link, parts: Sequence[Sequence[torch.Tensor]], shapes: 
         dist.all_to_all_single(received, sent, out_sizes, in_sizes, group=link.group)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(link.stream)
-    return Exchange(sent, received, shapes, done)
+    return Exchange(sent, received, announced, done)

@@ -118,7 +118,17 @@ class CommCost:
         payload = BACKWARD_IN_KEPT if kept else BACKWARD_IN
         if ring_degree == 1:
             return (self.levels[level][payload], self.levels[level][BACKWARD_OUT])
-        steps = (self._ring_step(level, ring_degree, 2 * (_ELEMENT_BYTES + _ACCUMULATOR_BYTES)),) * ring_degree
+        # The gradients of a block follow it one step behind; the last step brings them home.
+        num_steps = ring_degree + 1 if ring_degree > 2 else 2
+        steps = tuple(
+            self._ring_step(
+                level,
+                ring_degree,
+                2 * _ELEMENT_BYTES * (number < ring_degree)
+                + 2 * _ACCUMULATOR_BYTES * (number > 2 or number == num_steps),
+            )
+            for number in range(1, num_steps + 1)
+        )
         return self._inside(level, ring_degree, payload) + steps + self._inside(level, ring_degree, BACKWARD_OUT)
 
     def _inside(self, level: int, ring_degree: int, payload: Payload) -> tuple[LinkTime, ...]:

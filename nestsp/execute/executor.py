@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nestsp.attention.local import Kernel, Segments
+from nestsp.attention.ring import make_ring
 from nestsp.attention.streaming import AttentionContext
-from nestsp.attention.ulysses import GroupWork
+from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
 from nestsp.execute.local import LocalTokens, ReadTokens, load_local
@@ -79,12 +80,6 @@ class Executor:
             raise PlanError(
                 f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
             )
-        for number, placement in plan.placements():
-            if placement.ring_degree != 1:
-                raise PlanError(
-                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but this "
-                    "executor runs Ulysses groups alone; plan with ring degree 1"
-                )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers:
                 raise PlanError(
@@ -134,16 +129,22 @@ class Executor:
         self.root.reset_iter_state()
 
     def _work(self, shard: GroupShard) -> GroupWork:
-        group = shard.placement.group
+        group, ring_degree = shard.placement.group, shard.placement.ring_degree
+        num_inside = group.degree // ring_degree
+        place = shard.member // num_inside
+        ring, segments = None, Segments.of(shard.lengths, self.device)
+        if ring_degree > 1:
+            ring, segments = make_ring(shard.chunk_edges, place, self.device)
         return GroupWork(
             level=group.level,
             link=self.links.get(group.level),
             member=shard.member,
-            sizes=shard.sizes,
+            sizes=shard.sizes[place * num_inside : (place + 1) * num_inside],
             rows=slice(shard.offset, shard.offset + shard.num_tokens),
-            segments=Segments.of(shard.lengths, self.device),
-            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, group.degree),
+            segments=segments,
+            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside),
             keep=shard.placement.keep,
+            ring=ring,
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:

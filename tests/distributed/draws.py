@@ -16,12 +16,16 @@ TREES: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((2,),),
     3: ((3,),),
     4: ((2, 2), (4,)),
+    5: ((5,),),
     6: ((3, 2), (2, 3), (6,)),
 }
 
 
 def draw_plan(random: Random, num_ranks: int) -> Plan:
-    """Sequences on any groups of any levels; ids, their order in a group, and the order of levels are drawn too."""
+    """Sequences on any groups of any levels, as Ulysses, ring or hybrid.
+
+    Ids, their order in a group, and the order of levels are drawn too.
+    """
     tree = GroupTree(random.choice(TREES[num_ranks]))
     num_sequences = random.randint(1, 9)
     lengths = [random.choice((1, 1, 2, 3, random.randint(1, 30))) for _ in range(num_sequences)]
@@ -33,11 +37,21 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
         placed[random.randrange(len(placed))].setdefault(random.choice(groups), []).append(position)
     keeps: tuple[Keep, ...] = ("none", "output")
     microbatches = tuple(
-        Microbatch(tuple(Placement(g, tuple(s), keep=random.choice(keeps)) for g, s in sorted(groups_of.items())))
+        Microbatch(
+            tuple(
+                Placement(g, tuple(s), random.choice(ring_degrees(g)), random.choice(keeps))
+                for g, s in sorted(groups_of.items())
+            )
+        )
         for groups_of in placed
     )
     plan = Plan(tree, batch, microbatches, tuple(range(tree.num_levels)), "test")
     return replace(plan, level_order=tuple(random.sample(plan.level_order, tree.num_levels)))
+
+
+def ring_degrees(group: Group) -> list[int]:
+    """Ulysses, all hybrids, and a ring."""
+    return [d for d in range(1, group.degree + 1) if group.degree % d == 0]
 
 
 def draw_model(random: Random) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from nestsp.attention import ulysses
+from nestsp.attention import ring, ulysses
 from nestsp.attention.local import CpuFlash, Segments
-from nestsp.comm.exchange import Exchange, Shape, start_exchange
+from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.measure import AttentionTimer
@@ -39,7 +39,7 @@ from nestsp.execute.verify import (
 )
 from nestsp.model.adapter import build_model, model_config, model_shape
 from nestsp.model.root import LossRoot
-from nestsp.plan import Plan
+from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
 from nestsp.shape import ModelShape, head_shares
 from nestsp.shard import rank_spans
@@ -154,15 +154,49 @@ class CountingKernel:
         self.inner = CpuFlash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        assert min(*q.shape, *k.shape) > 0
-        assert sum(segments.lengths) == len(q) == len(k) == len(v)
-        self.calls["forward"] += 1
+        self._count("forward", q, k, v, segments, segments)
         return self.inner.forward(q, k, v, segments, scale)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        assert min(*dout.shape, *k.shape) > 0
-        self.calls["backward"] += 1
-        return self.inner.backward(dout, q, k, v, *rest)
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._count("backward", q, k, v, segments, segments)
+        return self.inner.backward(dout, q, k, v, out, lse, segments, scale)
+
+    def forward_block(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        self._count("forward", q, k, v, queries, keys)
+        return self.inner.forward_block(q, k, v, queries, keys, scale)
+
+    def backward_block(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        queries: Segments,
+        keys: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._count("backward", q, k, v, queries, keys)
+        return self.inner.backward_block(dout, q, k, v, out, lse, queries, keys, scale)
+
+    def _count(self, call: str, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments) -> None:
+        assert min(*q.shape, *k.shape) > 0
+        assert min(*queries.lengths, *keys.lengths) > 0
+        assert (sum(queries.lengths), sum(keys.lengths), len(k)) == (len(q), len(k), len(v))
+        self.calls[call] += 1
 
 
 @dataclass
@@ -198,7 +232,13 @@ def recorded(executor: Executor, plan: Plan) -> Iterator[Log]:
         log.sent_bytes.append(sum(tensor.numel() * tensor.element_size() for member in others for tensor in member))
         return start_exchange(link, parts, shapes)
 
-    with patch.object(ulysses, "start_exchange", start):  # and back: the process serves other tests after this one
+    def send(link: Link, target: int, tensors: Sequence[Tensor], source: int, shapes: Sequence[Shape]) -> Exchange:
+        log.exchanges.append(names[id(link)])
+        log.sent_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        return start_pass(link, target, tensors, source, shapes)
+
+    # and back: the process serves other tests after this one
+    with patch.object(ulysses, "start_exchange", start), patch.object(ring, "start_pass", send):
         yield log
 
 
@@ -348,15 +388,31 @@ def count_faults(plan: Plan, shape: ModelShape, recompute: bool, logs: Sequence[
                 group = placement.group
                 count = sum(num_exchanges(placement, which) for which in passes)
                 exchanges[group.level, group.first_rank] += shape.num_layers * count
-                heads = head_shares(shape.num_heads, shape.num_kv_heads, group.degree)[rank - group.first_rank]
-                if heads.query:
-                    kernel["forward"] += shape.num_layers * (2 if recompute and placement.keep == "none" else 1)
-                    kernel["backward"] += shape.num_layers
+                calls = shape.num_layers * num_kernel_calls(plan, placement, rank, shape)
+                kernel["forward"] += calls * (2 if recompute and placement.keep == "none" else 1)
+                kernel["backward"] += calls
         if Counter(log.exchanges) != +exchanges:
             faults.append(f"rank {rank} issued {Counter(log.exchanges)}, but the schedule says {+exchanges}")
         if log.kernel != +kernel:
             faults.append(f"rank {rank} called kernels {log.kernel}, but the schedule says {+kernel}")
     return faults
+
+
+def num_kernel_calls(plan: Plan, placement: Placement, rank: int, shape: ModelShape) -> int:
+    """One for each ring member of whose keys this rank's queries see any, if it has a head to work for."""
+    group, ring_degree = placement.group, placement.ring_degree
+    inside = group.degree // ring_degree
+    member, place = divmod(rank - group.first_rank, inside)
+    if not head_shares(shape.num_heads, shape.num_kv_heads, inside)[place].query:
+        return 0
+    (microbatch,) = (n for n, microbatch in enumerate(plan.microbatches) if placement in microbatch.placements)
+    held: list[list[tuple[int, int]]] = [[] for _ in range(ring_degree)]
+    for number, other in enumerate(group.ranks):
+        for shard in rank_spans(plan, other)[microbatch].shards:
+            if shard.placement == placement:
+                held[number // inside] += [(s.sequence, p) for s in shard.spans for p in range(s.start, s.stop)]
+    queries = held[member]
+    return sum(any(a == c and b >= d for a, b in queries for c, d in keys) for keys in held)
 
 
 def logits_by_token(executor: Executor, plan: Plan, tokens: Mapping[int, Tensor]) -> dict[tuple[int, int], Tensor]:

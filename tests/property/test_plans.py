@@ -8,15 +8,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestsp.cluster import share_sizes
 from nestsp.errors import PlanError
 from nestsp.plan import Plan
-from nestsp.shard import rank_spans
+from nestsp.shard import rank_spans, zigzag
 from tests.property.fixed_plans import fixed_digests
 from tests.property.strategies import plans
 
@@ -33,18 +35,39 @@ def test_every_token_is_on_exactly_one_rank_once(plan: Plan) -> None:
 
 
 @given(plans())
-def test_spans_are_never_empty_and_give_each_group_stream_in_order(plan: Plan) -> None:
+def test_spans_are_never_empty_and_give_each_ring_members_stream_in_order(plan: Plan) -> None:
     """D14, C8: members count from the group's own first rank, and tokens from their own sequence's start."""
     of_rank = [rank_spans(plan, rank) for rank in range(plan.tree.num_ranks)]
     for number, placement in plan.placements():
-        stream: list[tuple[int, int]] = []
-        for member, rank in enumerate(placement.group.ranks):
-            (shard,) = (s for s in of_rank[rank][number].shards if s.placement == placement)
-            assert shard.member == member
-            assert all(span.start < span.stop for span in shard.spans)
-            assert shard.num_tokens == sum(span.num_tokens for span in shard.spans)
-            stream += [(span.sequence, t) for span in shard.spans for t in range(span.start, span.stop)]
-        assert stream == [(s, t) for s in placement.sequences for t in range(plan.batch.lengths[s])]
+        inside = placement.group.degree // placement.ring_degree
+        for place in range(placement.ring_degree):
+            stream: list[tuple[int, int]] = []
+            for member in range(place * inside, (place + 1) * inside):
+                rank = placement.group.ranks[member]
+                (shard,) = (s for s in of_rank[rank][number].shards if s.placement == placement)
+                assert shard.member == member
+                assert all(span.start < span.stop for span in shard.spans)
+                assert shard.num_tokens == sum(span.num_tokens for span in shard.spans)
+                stream += [(span.sequence, t) for span in shard.spans for t in range(span.start, span.stop)]
+            expected = []
+            for s, edges in zip(placement.sequences, shard.chunk_edges, strict=True):
+                for chunk in (place, 2 * placement.ring_degree - 1 - place):
+                    expected += [(s, t) for t in range(edges[chunk], edges[chunk + 1])]
+            assert stream == expected
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 9))
+def test_zigzag_chunks_of_a_sequence_are_even_and_so_are_the_members(lengths: list[int], ring_degree: int) -> None:
+    """D3, D4: any length, also below 2r; what is left over by equal chunks goes round the members."""
+    held = [0] * ring_degree
+    for length, edges in zip(lengths, zigzag(lengths, ring_degree), strict=True):
+        sizes = [b - a for a, b in pairwise(edges)]
+        assert (edges[0], edges[-1], len(sizes)) == (0, length, 2 * ring_degree)
+        assert max(sizes) - min(sizes) <= 1
+        of_member = [sizes[m] + sizes[-1 - m] for m in range(ring_degree)]
+        assert max(of_member) - min(of_member) <= 1
+        held = [a + b for a, b in zip(held, of_member, strict=True)]
+    assert held == list(share_sizes(sum(lengths), ring_degree))
 
 
 @given(plans())

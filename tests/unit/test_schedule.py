@@ -68,3 +68,21 @@ def test_one_rank_alone_exchanges_nothing() -> None:
     tree = GroupTree(())
     plan = Plan.of_groups(tree, SequenceBatch.of_lengths([4]), [{tree.group(0, 0): [0]}], "hand")
     assert make_schedule(plan).turns(0, 0, Pass.FORWARD) == (Turn(0, 0, False),)
+
+
+@pytest.mark.parametrize(
+    ("ring_degree", "counts"),
+    [
+        (1, (2, 2, 2)),
+        (2, (3, 3, 4)),  # in, 1 pass, out; backward in, keys, gradients home, out
+        (3, (4, 4, 6)),
+        (6, (5, 5, 7)),  # keys to 5 others; backward their gradients from the third pass on, and home
+    ],
+)
+def test_a_ring_passes_keys_round_and_their_gradients_one_pass_behind(
+    ring_degree: int, counts: tuple[int, ...]
+) -> None:
+    for keep in ("none", "output"):
+        placement = Placement(Group(0, 0, 6), (0,), ring_degree, "output" if keep == "output" else "none")
+        found = [num_exchanges(placement, which) for which in (Pass.FORWARD, Pass.RECOMPUTE, Pass.BACKWARD)]
+        assert found == [counts[0], counts[1] if keep == "none" else 0, counts[2]]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nestsp.batch import SequenceBatch
@@ -69,3 +71,39 @@ def test_a_rank_without_tokens_is_there_in_every_microbatch_and_still_works_for_
     (spans,) = rank_spans(plan, 0)
     assert spans.num_tokens == 0
     assert [(shard.spans, shard.sizes) for shard in spans.shards] == [((), (0, 0, 1))]
+
+
+def _ring(fanouts: tuple[int, ...], lengths: list[int], ring_degree: int) -> Plan:
+    plan = _one_group(fanouts, lengths)
+    (microbatch,) = plan.microbatches
+    placements = tuple(replace(p, ring_degree=ring_degree) for p in microbatch.placements)
+    return replace(plan, microbatches=(replace(microbatch, placements=placements),))
+
+
+def test_a_ring_deals_each_sequence_in_zigzag() -> None:
+    """C3: each rank's two chunks are spans of their own; the two middle ones touch and are one."""
+    plan = _ring((2,), [8], 2)
+    assert [rank_spans(plan, rank)[0].spans for rank in range(2)] == [
+        (Span(0, 0, 2), Span(0, 6, 8)),
+        (Span(0, 2, 6),),
+    ]
+
+
+def test_a_ring_takes_lengths_that_do_not_divide() -> None:
+    """D4: 29 tokens on 4 ranks, chunks of 3 and 4."""
+    plan = _ring((4,), [29], 4)
+    spans = [rank_spans(plan, rank)[0] for rank in range(4)]
+    assert spans[0].shards[0].sizes == (7, 7, 7, 8)
+    assert spans[0].spans == (Span(0, 0, 4), Span(0, 26, 29))
+    assert spans[3].spans == (Span(0, 12, 20),)
+    assert [s.num_tokens for s in spans] == [7, 7, 7, 8]
+
+
+def test_in_a_hybrid_each_ring_members_stream_is_cut_over_its_ranks() -> None:
+    plan = _ring((2, 2), [16, 3], 2)
+    assert [rank_spans(plan, rank)[0].spans for rank in range(4)] == [
+        (Span(0, 0, 4),),
+        (Span(0, 12, 16), Span(1, 0, 1)),
+        (Span(0, 4, 9),),
+        (Span(0, 9, 12), Span(1, 1, 3)),
+    ]

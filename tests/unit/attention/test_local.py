@@ -16,8 +16,11 @@ from nestsp.attention.local import (
     Segments,
     attend,
     attend_backward,
+    attend_block,
+    attend_block_backward,
     choose_kernel,
 )
+from nestsp.attention.merge import merge_into, wide
 from nestsp.shape import head_shares
 
 CPU = torch.device("cpu")
@@ -138,6 +141,39 @@ def test_any_strides_will_do(kernel: Kernel) -> None:
         strict=True,
     ):
         assert torch.allclose(grad, wanted, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCES.keys(), ids=str)
+def test_blocks_of_queries_and_keys_merge_to_causal_attention(kernel: Kernel, dtype: torch.dtype) -> None:
+    """The last queries of each sequence see their own keys causally and all earlier ones as a block, of any shape."""
+    for kv_of_query in ((0,), (0, 0, 1, 1), (0, 1, 1)):
+        q, k, v, dout = draw(len(kv_of_query), kv_of_query[-1] + 1, 8, dtype, tokens=24)
+        lengths, splits, scale = (9, 2, 13), (2, 1, 10), 0.3  # keys of the block: fewer and more than queries
+        inputs = [x.double().clone().requires_grad_() for x in (q, k, v)]
+        expected, _ = plain(inputs[0], inputs[1], inputs[2], lengths, scale, kv_of_query)
+        late = torch.cat([torch.arange(a + s, a + n) for a, s, n in zip((0, 9, 11), splits, lengths, strict=True)])
+        early = torch.cat([torch.arange(a, a + s) for a, s in zip((0, 9, 11), splits, strict=True)])
+        own = Segments.of(tuple(n - s for n, s in zip(lengths, splits, strict=True)), CPU)
+        earlier = Segments.of(splits, CPU)
+        out, lse = attend(kernel, q[late], k[late], v[late], own, scale, kv_of_query)
+        total = wide(out)
+        part, part_lse = attend_block(kernel, q[late], k[early], v[early], own, earlier, scale, kv_of_query)
+        merge_into(total, lse, slice(0, len(late)), part, part_lse)
+        tolerance = TOLERANCES[dtype]
+        assert_close(total, expected[late].detach(), tolerance)
+        whole = total.to(dtype)
+        dq, dk, dv = attend_backward(kernel, dout[late], q[late], k[late], v[late], whole, lse, own, scale, kv_of_query)
+        more_dq, early_dk, early_dv = attend_block_backward(
+            kernel, dout[late], q[late], k[early], v[early], whole, lse, own, earlier, scale, kv_of_query
+        )
+        assert {x.dtype for x in (part, more_dq, early_dk, early_dv)} == {dtype}
+        wanted = torch.autograd.grad(expected[late], inputs, dout[late].double())
+        assert_close(wide(dq) + wide(more_dq), wanted[0][late], 3 * tolerance)
+        assert_close(dk, wanted[1][late], 3 * tolerance)
+        assert_close(dv, wanted[2][late], 3 * tolerance)
+        assert_close(early_dk, wanted[1][early], 3 * tolerance)
+        assert_close(early_dv, wanted[2][early], 3 * tolerance)
 
 
 def test_a_member_without_heads_calls_no_kernel() -> None:

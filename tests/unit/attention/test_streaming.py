@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nestsp.attention.local import CpuFlash, Segments, attend
 from nestsp.attention.streaming import AttentionContext, attend_groups
-from nestsp.attention.ulysses import GroupWork
+from nestsp.attention.work import GroupWork
 from nestsp.plan import Keep
 from nestsp.schedule import Pass, Turn
 from nestsp.shape import head_shares

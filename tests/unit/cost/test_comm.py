@@ -106,7 +106,18 @@ def test_a_ring_sends_keys_and_values_once_for_each_other_member() -> None:
     assert len(ring) == 7
     sent = sum(time.seconds(8192) - time.latency_s for time in ring) * PROFILE.host_bytes_per_s
     assert sent == pytest.approx(7 * 1024 * 2 * SHAPE.kv_width * 2)
-    assert len(comm.backward(0, 8)) == 8
+
+
+def test_backward_a_rings_gradients_follow_their_keys_one_step_behind_and_go_home() -> None:
+    """Keys and values in bf16 for each other member, their gradients in float32 likewise, one step later."""
+    cluster = Cluster(1, 8)
+    comm = make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE)
+    keys = 1024 * 2 * SHAPE.kv_width * 2
+    sent = [(t.seconds(8192) - t.latency_s) * PROFILE.host_bytes_per_s for t in comm.backward(0, 8)]
+    assert sent == pytest.approx([keys] * 2 + [3 * keys] * 5 + [2 * keys] * 2)
+    assert sum(sent) == pytest.approx(7 * 3 * keys)
+    two = comm.backward(2, 2)  # nobody is between
+    assert [(t.seconds(2048) - t.latency_s) * PROFILE.host_bytes_per_s for t in two] == pytest.approx([keys, 2 * keys])
 
 
 def test_a_hybrid_exchanges_heads_inside_and_passes_fewer_keys_round() -> None:

@@ -58,14 +58,21 @@ def test_a_plan_for_another_tree_is_refused(mine: tuple[int, ...], plans: tuple[
         make_executor(GroupTree(mine)).check(plan_for(GroupTree(plans)))
 
 
+def with_ring(plan: Plan, ring_degree: int) -> Plan:
+    (microbatch,) = plan.microbatches
+    (placement,) = microbatch.placements
+    return replace(plan, microbatches=(replace(microbatch, placements=(replace(placement, ring_degree=ring_degree),)),))
+
+
+@pytest.mark.parametrize("ring_degree", [1, 2, 4])
+def test_ulysses_hybrid_and_ring_are_accepted(ring_degree: int) -> None:
+    make_executor(GroupTree((2, 2))).check(with_ring(plan_for(GroupTree((2, 2))), ring_degree))
+
+
 def test_what_is_not_built_is_refused() -> None:
     tree = GroupTree((2, 2))
     plan = plan_for(tree)
     (microbatch,) = plan.microbatches
-    (placement,) = microbatch.placements
-    ring = replace(plan, microbatches=(replace(microbatch, placements=(replace(placement, ring_degree=2),)),))
-    with pytest.raises(PlanError, match="microbatch 0, ranks 0-3 has ring degree 2, but this executor runs Ulysses"):
-        make_executor(tree).check(ring)
     kept = replace(plan, microbatches=(replace(microbatch, num_kept_layers=1),))
     with pytest.raises(PlanError, match="microbatch 0 keeps 1 layers, but this executor recomputes all or none"):
         make_executor(tree).check(kept)

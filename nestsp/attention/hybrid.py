@@ -1,0 +1,78 @@
+"""The attention of one group, whichever its kind, as phases that end at each communication.
+
+A group of u × r ranks is a ring of r members, each of which is u adjacent ranks. In one form:
+
+1. inside each member, exchange tokens for heads;
+2. pass keys and values round the ring, attending to each block;
+3. inside each member, exchange back.
+
+Ulysses alone is r = 1, a ring alone is u = 1, one rank has neither; what is not there yields nothing. All
+communications are collectives of the group itself, so no kind needs process groups beyond those of the tree.
+
+Source: hybrid of Ulysses and ring, USP (Fang & Zhao, arXiv:2405.07719). Ours differs in that heads need divide by
+nothing, in the one communicator, and in the order of ranks: the exchange of heads, which moves more, is between
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from torch import Tensor
+
+from nestsp.attention.local import Kernel
+from nestsp.attention.ring import around_backward, around_forward
+from nestsp.attention.ulysses import heads_to_tokens, tokens_to_heads
+from nestsp.attention.work import Attended, GroupWork, Kept, Saved
+
+__all__ = ["backward_phases", "forward_phases"]
+
+
+def forward_phases(
+    work: GroupWork, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None
+) -> Generator[None, None, Attended]:
+    """Attention of one group, forward. Yields while a communication is on the wire, once for each.
+
+    Args:
+        work: The group.
+        kernel: The attention kernel.
+        scale: Factor of the scores.
+        q: [num_rows, N, H].
+        k: [num_rows, K, H].
+        v: [num_rows, K, H].
+        kept: In a recompute, what the forward pass kept of this group, if anything.
+    """
+    if kept is not None:  # no communication and no kernel: backward starts from the token layout
+        return Attended(kept.out, Saved(q, k, v, kept.out, kept.lse))
+    q_heads, k_heads, v_heads = yield from tokens_to_heads(work, (q,), (k, v))
+    out_heads, lse = yield from around_forward(work, kernel, scale, q_heads, k_heads, v_heads)
+    (out,) = yield from heads_to_tokens(work, (out_heads,), (), k.shape[1])
+    if work.keep == "output":
+        return Attended(out, Saved(q, k, v, out, lse))
+    return Attended(out, Saved(q_heads, k_heads, v_heads, out_heads, lse))
+
+
+def backward_phases(
+    work: GroupWork, kernel: Kernel, scale: float, num_kv_heads: int, saved: Saved, dout: Tensor
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """Attention of one group, backward. Yields while a communication is on the wire, once for each.
+
+    Args:
+        work: The group.
+        kernel: The attention kernel.
+        scale: Factor of the scores.
+        num_kv_heads: Key/value heads of the model.
+        saved: What forward saved.
+        dout: [num_rows, N, H], gradient of this rank's rows of the output.
+
+    Returns:
+        dq [num_rows, N, H], dk and dv [num_rows, K, H].
+    """
+    q, k, v, out, lse = saved
+    if work.keep == "output":  # all of it is where the tokens are, and comes to the heads now
+        q, out, dout, k, v = yield from tokens_to_heads(work, (q, out, dout), (k, v))
+    else:
+        (dout,) = yield from tokens_to_heads(work, (dout,), ())
+    dq, dk, dv = yield from around_backward(work, kernel, scale, dout, q, k, v, out, lse)
+    dq, dk, dv = yield from heads_to_tokens(work, (dq,), (dk, dv), num_kv_heads)
+    return dq, dk, dv

@@ -1,0 +1,42 @@
+"""Attention over several blocks of keys, put together from their outputs and log-sum-exps.
+
+Softmax over the union of two blocks is the mean of their outputs, weighted by exp(log-sum-exp). The sums are kept in
+float32 (float64 for float64) whatever the kernel's dtype is, and rounded once at the end, so that the error does not
+grow with the number of blocks. Price: 4 bytes an element of the output while a ring runs.
+
+Letters: T tokens, N query heads, H head size, R the tokens whose queries saw a block.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rows", "merge_into", "wide"]
+
+Rows: TypeAlias = "slice | Tensor"
+"""Some rows of a tensor, each once: a slice, which copies nothing, or int64 indices."""
+
+
+def merge_into(out_TNH: Tensor, lse_NT: Tensor, rows: Rows, part_RNH: Tensor, part_lse_NR: Tensor) -> None:
+    """Let some queries see one more block of keys; changes the two sums in place.
+
+    Args:
+        out_TNH: float32 or float64 [T, N, H], over the blocks seen so far; at least one key for each query.
+        lse_NT: The same dtype [N, T], their log-sum-exp.
+        rows: The queries that saw the block.
+        part_RNH: [R, N, H], their output over that block alone.
+        part_lse_NR: [N, R], log-sum-exp over that block alone.
+    """
+    before = lse_NT[:, rows]
+    after = torch.logaddexp(before, part_lse_NR)
+    weight, part_weight = ((x - after).exp().T[..., None] for x in (before, part_lse_NR))
+    out_TNH[rows] = out_TNH[rows] * weight + part_RNH * part_weight
+    lse_NT[:, rows] = after
+
+
+def wide(x: Tensor) -> Tensor:
+    """The tensor in the dtype of sums: float64 stays, all else becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
