@@ -84,7 +84,7 @@ def finishes(plan: Plan, turns_of: TurnsOf) -> bool:
 
 @given(plans(max_ranks=16))
 def test_no_plan_deadlocks_in_the_order_of_the_schedule(plan: Plan) -> None:
-    """F10, D5: uneven shards, empty groups, kept outputs and any order of levels never hang."""
+    """F10, D5: uneven shards, empty groups, rings and hybrids, kept outputs and any order of levels never hang."""
     assert finishes(plan, in_schedule_order)
 
 
@@ -104,7 +104,11 @@ def _busy_plan(rng: random.Random) -> Plan:
     """Each group of a small tree is used with probability 0.6 and one sequence."""
     tree = GroupTree(rng.choice([f for f in FANOUTS if 4 <= GroupTree(f).num_ranks <= 12]))
     groups = [g for level in range(tree.num_levels) for g in tree.groups(level) if rng.random() < 0.6]
-    placements = tuple(Placement(g, (i,), keep=rng.choice(KEEPS)) for i, g in enumerate(groups))
+    rings = [[d for d in range(1, g.degree + 1) if g.degree % d == 0] for g in groups]
+    placements = tuple(
+        Placement(g, (i,), rng.choice(degrees), rng.choice(KEEPS))
+        for i, (g, degrees) in enumerate(zip(groups, rings, strict=True))
+    )
     levels = list(range(tree.num_levels))
     rng.shuffle(levels)
     batch = SequenceBatch.of_lengths([rng.randrange(1, 20) for _ in groups])
