@@ -93,8 +93,14 @@ _GPT2: dict[str, Any] = {
 }
 # Which key has the width of one expert.
 _EXPERT_SIZE_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
-FAMILIES: Mapping[str, Mapping[str, Any]] = {"llama": _LLAMA, "qwen3": _QWEN3, "qwen3_moe": _QWEN3_MOE}
-PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "qwen2": _QWEN2, "mixtral": _MIXTRAL, "gpt2": _GPT2}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen2": _QWEN2,
+    "mixtral": _MIXTRAL,
+}
+PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "gpt2": _GPT2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,14 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+QWEN2 = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 24,
@@ -115,7 +123,7 @@ def make_model(
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
     config = model_config(small_config(keys))
-    more = {"experts_implementation": "eager"} if keys["model_type"] == "qwen3_moe" else {}
+    more = {"experts_implementation": "eager"} if keys["model_type"] in ("qwen3_moe", "mixtral") else {}
     model: nn.Module = build_model(config, seed=3, attention=attention, **more)
     model = model.double()
     generator = torch.Generator().manual_seed(4)

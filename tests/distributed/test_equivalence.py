@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.plan import Plan
-from tests.distributed.equivalence import LLAMA, QWEN3, QWEN3_MOE, TOLERANCE, Case, compare_with_one_process
+from tests.distributed.equivalence import (
+    LLAMA,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    TOLERANCE,
+    Case,
+    compare_with_one_process,
+)
 from tests.distributed.pool import RankPool
 
 # Prime lengths, one and two tokens, more ranks than tokens; all deal unevenly.
@@ -55,6 +65,7 @@ def check(pool: RankPool, cases: Sequence[Case]) -> None:
 
 TREES = {"1": (), "2": (2,), "3": (3,), "4": (2, 2), "4 at once": (4,), "6": (3, 2), "6 other way": (2, 3)}
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+MORE_MODELS = {"qwen2": QWEN2, "mixtral": MIXTRAL}
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
@@ -95,3 +106,17 @@ def test_variants_of_llama_give_the_gradients_of_one_process(pool: RankPool) -> 
     variants: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
     plan = nested_plan(GroupTree((2, 2))).to_json()
     check(pool, [Case({**LLAMA, **more}, plan) for more in variants])
+
+
+@pytest.mark.parametrize("keys", MORE_MODELS.values(), ids=MORE_MODELS.keys())
+def test_other_families_give_the_gradients_of_one_process(pool: RankPool, keys: dict[str, Any]) -> None:
+    """As Ulysses and as rings, recomputed and not."""
+    plan = nested_plan(GroupTree((2, 2)), keep="output")
+    rings = replace(
+        plan,
+        microbatches=tuple(
+            replace(m, placements=tuple(replace(p, ring_degree=p.group.degree, keep="none") for p in m.placements))
+            for m in plan.microbatches
+        ),
+    )
+    check(pool, [Case(keys, p.to_json(), recompute) for p in (plan, rings) for recompute in (True, False)])

@@ -228,7 +228,10 @@ def test_other_rotary_scalings_reach_the_model(scaling: dict[str, Any], inv_freq
 
 
 DENSE_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "lama"}, r"model_type is 'lama', but nestsp runs llama, qwen3, qwen3_moe; did you mean 'llama'\?"),
+    (
+        {"model_type": "lama"},
+        r"model_type is 'lama', but nestsp runs llama, qwen3, qwen3_moe, qwen2, mixtral; did you mean 'llama'\?",
+    ),
     ({"model_type": "gpt2"}, "model_type is 'gpt2', but nestsp runs llama, qwen3, qwen3_moe"),
     ({"model_type": None}, "model_type is None, but nestsp runs"),
     (
