@@ -81,6 +81,17 @@ _MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_MISTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+}
 # GPT-2 as Transformers writes it: learned positions, biases everywhere, a feed-forward block of two matrices.
 _GPT2: dict[str, Any] = {
     "vocab_size": 50257,
@@ -99,6 +110,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": _QWEN3_MOE,
     "qwen2": _QWEN2,
     "mixtral": _MIXTRAL,
+    "mistral": _MISTRAL,
 }
 PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "gpt2": _GPT2}
 
@@ -128,6 +140,8 @@ class ModelShape:
         num_experts: Experts of such a layer.
         experts_per_token: Experts that one token is sent to.
         expert_intermediate_size: Width of one expert.
+        window: Keys that a query sees in layers with a sliding window; 0 if there is no such layer. Costs are those of
+            full attention.
     """
 
     family: str
@@ -150,6 +164,7 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
@@ -230,6 +245,7 @@ class ModelShape:
             num_experts=_size(keys, "num_experts") if moe_layers else 0,
             experts_per_token=_size(keys, "num_experts_per_tok") if moe_layers else 0,
             expert_intermediate_size=_size(keys, _EXPERT_SIZE_KEY[family]) if moe_layers else 0,
+            window=_window(keys, family),
         )
 
     @property
@@ -318,6 +334,15 @@ def _gpt2_shape(keys: Mapping[str, Any]) -> ModelShape:
         norm_bias=True,
         num_positions=_size(keys, "n_positions"),
     )
+
+
+def _window(keys: Mapping[str, Any], family: str) -> int:
+    """The sliding window of the layers that have one; 0 where no layer has."""
+    used = family in ("mistral", "mixtral") or (family.startswith("qwen") and keys.get("use_sliding_window"))
+    kinds = keys.get("layer_types")
+    if kinds is not None:
+        used = used and "sliding_attention" in kinds
+    return _size(keys, "sliding_window") if used and keys.get("sliding_window") is not None else 0
 
 
 def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:

@@ -1,8 +1,8 @@
 """Attention of sequences that lie packed one after another, by explicit forward and backward calls.
 
-Two forms: *causal*, of whole sequences on themselves, and *block*, where the queries of each sequence see all of some
-other keys, of another number: what a ring's member does with the keys of another one. A block's backward takes the
-output and log-sum-exp over *all* blocks, and gives this block's part of the gradients.
+Two forms: *causal*, of whole sequences on themselves, in a sliding window or not, and *block*, where the queries of each
+sequence see all of some other keys, of another number: what a ring's member does with the keys of another one. A
+block's backward takes the output and log-sum-exp over *all* blocks, and gives this block's part of the gradients.
 
 Nothing here is differentiated by autograd: the groups' exchanges and kernels are interleaved in both directions, so
 each kernel's backward is called when its group's turn comes. All kernels return the log-sum-exp that their backward
@@ -70,6 +70,10 @@ class Kernel(Protocol):
 
     name: str
 
+    def windowed(self, window: int) -> Kernel:
+        """The same kernel with a sliding window: a causal query sees itself and the ``window - 1`` keys before it."""
+        ...
+
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -113,7 +117,20 @@ class Kernel(Protocol):
 
 
 class _Kernel:
-    """The two forms of a kernel that has one implementation for both."""
+    """The two forms of a kernel that has one implementation for both.
+
+    Args:
+        window: Of the causal form; None sees all keys.
+    """
+
+    name: str
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def windowed(self, window: int) -> Kernel:
+        """See `Kernel`."""
+        return type(self)(window)
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
@@ -139,6 +156,7 @@ class _Kernel:
         self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Segments, keys: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
+        assert self.window is None, "a window knows no blocks: how far apart their tokens are is not told"
         return self._forward(q_TNH, k_SKH, v_SKH, queries, keys, False, scale)
 
     def backward_block(
@@ -154,6 +172,7 @@ class _Kernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
+        assert self.window is None, "a window knows no blocks: how far apart their tokens are is not told"
         return self._backward(dout_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_NT, queries, keys, False, scale)
 
     def _forward(
@@ -180,7 +199,8 @@ class _Kernel:
 class CpuFlash(_Kernel):
     """PyTorch's flash kernel for CPUs, one call a sequence. float64, float32, bfloat16, float16.
 
-    Its causal mask aligns the first query with the first key, so it is only asked for square blocks under a mask.
+    Its causal mask aligns the first query with the first key, so it is only asked for square blocks under a mask. It
+    has no windows: where one cuts anything off, `MathKernel` runs instead.
     """
 
     name = "flash (PyTorch, CPU)"
@@ -188,6 +208,8 @@ class CpuFlash(_Kernel):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if self.window is not None and max(queries.lengths) > self.window:
+            return MathKernel(self.window)._forward(q, k, v, queries, keys, causal, scale)
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for s, t in zip(queries.slices(), keys.slices(), strict=True):
@@ -211,6 +233,8 @@ class CpuFlash(_Kernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.window is not None and max(queries.lengths) > self.window:
+            return MathKernel(self.window)._backward(dout, q, k, v, out, lse_NT, queries, keys, causal, scale)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         for s, t in zip(queries.slices(), keys.slices(), strict=True):
             dq_s, dk_t, dv_t = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -251,6 +275,7 @@ class CudaFlash(_Kernel):
             causal,
             False,
             scale=scale,
+            **self._window_sizes(),
         )
         return out, lse
 
@@ -286,14 +311,19 @@ class CudaFlash(_Kernel):
             rng_state,
             unused,
             scale=scale,
+            **self._window_sizes(),
         )
         return dq, dk, dv
+
+    def _window_sizes(self) -> dict[str, int]:
+        return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
 
 
 class MathKernel(_Kernel):
     """Plain softmax in blocks of queries, any device and dtype: for float32 and float64 on GPUs, where flash has none.
 
-    Memory: one block's scores, ``block × S × N`` elements of float32 (float64 for float64).
+    Memory: one block's scores, ``block × S × N`` elements of float32 (float64 for float64); with a window, S is at most
+    ``block + window - 1``.
     """
 
     name = "math (PyTorch operators)"
@@ -345,17 +375,21 @@ class MathKernel(_Kernel):
         for s, t in zip(queries.slices(), keys.slices(), strict=True):
             for start in range(s.start, s.stop, self.block):
                 stop = min(start + self.block, s.stop)
-                yield slice(start, stop), slice(t.start, stop) if causal else t
+                first = t.start if self.window is None else max(t.start, start - self.window + 1)
+                yield slice(start, stop), slice(first, stop) if causal else t
 
-    @staticmethod
-    def _scores(q_QNH: Tensor, k_SKH: Tensor, causal: bool, scale: float) -> Tensor:
+    def _scores(self, q_QNH: Tensor, k_SKH: Tensor, causal: bool, scale: float) -> Tensor:
         """Scores [N, Q, S]; under the causal mask, the last query sees the last key."""
         k = k_SKH.repeat_interleave(q_QNH.shape[1] // k_SKH.shape[1], 1)
         scores = torch.einsum("qnh,knh->nqk", q_QNH, k) * scale
         if not causal:
             return scores
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-        return scores.masked_fill_(future.triu(scores.shape[2] - scores.shape[1] + 1), float("-inf"))
+        last_seen = scores.shape[2] - scores.shape[1]  # by the first query
+        all_of = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+        hidden = all_of.triu(last_seen + 1)
+        if self.window is not None:
+            hidden |= all_of.tril(last_seen - self.window)
+        return scores.masked_fill_(hidden, float("-inf"))
 
     @staticmethod
     def _mix(weights_NQS: Tensor, x_SKH: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ class AttentionContext:
         self.stash: dict[int, dict[int, Kept]] = {}
 
 
-def attend_groups(context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_groups(
+    context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
+) -> Tensor:
     """Attention of all sequences of which this rank holds tokens or heads.
 
     Args:
@@ -67,11 +69,12 @@ def attend_groups(context: AttentionContext, layer: int, scale: float, q: Tensor
         q: [T, N, H], all tokens that this rank holds, in the order of its spans; or one filler token.
         k: [T, K, H].
         v: [T, K, H].
+        window: How many keys of its sequence a query sees, itself and those before it; None for all.
 
     Returns:
         [T, N, H]; zeros for a filler token.
     """
-    driver = _Driver(context, layer, scale, q, k, v)
+    driver = _Driver(context, layer, scale, q, k, v, window)
     token = _Start.apply(q, k, v, driver)  # type: ignore[no-untyped-call]
     out: Tensor = _Finish.apply(token, driver)  # type: ignore[no-untyped-call]
     return out
@@ -80,10 +83,13 @@ def attend_groups(context: AttentionContext, layer: int, scale: float, q: Tensor
 class _Driver:
     """Moves the groups of one layer call along their turns. Holds no tensor once a pass is over."""
 
-    def __init__(self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> None:
         num_rows = sum(work.num_rows for work in context.groups.values())
         assert len(q) == max(num_rows, 1), f"attention got {len(q)} tokens, but its groups have {num_rows} here"
         self.context, self.layer, self.scale = context, layer, scale
+        self.kernel = context.kernel if window is None else context.kernel.windowed(window)
         self.shapes = (q.shape, k.shape, v.shape)
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = (q.detach(), k.detach(), v.detach())
         kept = context.stash.pop(layer, None)
@@ -106,7 +112,7 @@ class _Driver:
             self.context.turns[self.which],
             lambda level: forward_phases(
                 work[level],
-                self.context.kernel,
+                self.kernel,
                 self.scale,
                 q[work[level].rows],
                 k[work[level].rows],
@@ -142,7 +148,7 @@ class _Driver:
         self.backward = _Run(
             self.context.turns[Pass.BACKWARD],
             lambda level: backward_phases(
-                work[level], self.context.kernel, self.scale, num_kv_heads, by_level.pop(level), dout[work[level].rows]
+                work[level], self.kernel, self.scale, num_kv_heads, by_level.pop(level), dout[work[level].rows]
             ),
         )
         self.backward.open()

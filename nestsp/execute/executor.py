@@ -80,6 +80,13 @@ class Executor:
             raise PlanError(
                 f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
             )
+        for number, placement in plan.placements():
+            if placement.ring_degree != 1 and self.shape.window:
+                raise PlanError(
+                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but the model "
+                    f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
+                    "degree 1"
+                )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers:
                 raise PlanError(

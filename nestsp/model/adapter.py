@@ -113,6 +113,7 @@ def nestsp_attention(
     *,
     scaling: float,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     nestsp: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -126,6 +127,7 @@ def nestsp_attention(
         attention_mask: None; sequences are known from the plan.
         scaling: Factor of the scores.
         dropout: 0.
+        sliding_window: How many keys a query sees, itself and those before it; None for all.
         nestsp: The microbatch.
         **kwargs: What else the layer passes on; refused if it would change the result.
 
@@ -155,9 +157,8 @@ def nestsp_attention(
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    out = attend_groups(
-        nestsp, layer, scaling, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window)
     return out[None], None
 
 
@@ -187,14 +188,14 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
             "output_router_logits is true, but the router's auxiliary loss is off in nestsp; set "
             "model.config.output_router_logits: false"
         )
-    windows = {kind for kind in keys.get("layer_types") or () if kind != "full_attention"}
-    if windows or keys.get("sliding_window"):
+    others = set(keys.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if others:
         raise ModelError(
-            f"the model has {', '.join(sorted(windows)) or 'a sliding window'}, but nestsp runs full causal attention; "
-            "set model.config.use_sliding_window: false"
+            f"the model has {', '.join(sorted(others))}, but nestsp runs full_attention and sliding_attention; correct "
+            "model.config.layer_types"
         )
     if keys.get("is_causal") is False:
-        raise ModelError("is_causal is false, but nestsp runs full causal attention; leave model.config.is_causal out")
+        raise ModelError("is_causal is false, but nestsp runs causal attention; leave model.config.is_causal out")
     rope = keys.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):

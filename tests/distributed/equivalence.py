@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
-from nestsp.attention.local import CpuFlash, Segments
+from nestsp.attention.local import CpuFlash, Kernel, Segments
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
@@ -68,6 +68,7 @@ MIXTRAL = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+MISTRAL = {"model_type": "mistral", "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 4}
 COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 24,
@@ -156,10 +157,15 @@ def make_weights(plan: Plan) -> dict[int, Tensor]:
 class CountingKernel:
     """PyTorch's CPU kernel, counting its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Kernel | None = None) -> None:
         self.name = "counting"
         self.calls: Counter[str] = Counter()
-        self.inner = CpuFlash()
+        self.inner = inner or CpuFlash()
+
+    def windowed(self, window: int) -> CountingKernel:
+        kernel = CountingKernel(self.inner.windowed(window))
+        kernel.calls = self.calls
+        return kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         self._count("forward", q, k, v, segments, segments)

@@ -13,6 +13,7 @@ from nestsp.cluster import Group, GroupTree
 from nestsp.plan import Plan
 from tests.distributed.equivalence import (
     LLAMA,
+    MISTRAL,
     MIXTRAL,
     QWEN2,
     QWEN3,
@@ -65,7 +66,7 @@ def check(pool: RankPool, cases: Sequence[Case]) -> None:
 
 TREES = {"1": (), "2": (2,), "3": (3,), "4": (2, 2), "4 at once": (4,), "6": (3, 2), "6 other way": (2, 3)}
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
-MORE_MODELS = {"qwen2": QWEN2, "mixtral": MIXTRAL}
+MORE_MODELS = {"qwen2": QWEN2, "mixtral": MIXTRAL, "mistral": {**MISTRAL, "sliding_window": None}}
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
@@ -120,3 +121,26 @@ def test_other_families_give_the_gradients_of_one_process(pool: RankPool, keys: 
         ),
     )
     check(pool, [Case(keys, p.to_json(), recompute) for p in (plan, rings) for recompute in (True, False)])
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": MISTRAL,
+    "mistral of one": {**MISTRAL, "sliding_window": 1},
+    "qwen2, last layers": {**QWEN2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3, by layer": {
+        **QWEN3,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_moe": {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4},
+    "mixtral": {**MIXTRAL, "sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("keys", WINDOWED.values(), ids=WINDOWED.keys())
+def test_E3_E4_sliding_windows_give_the_gradients_of_one_process(pool: RankPool, keys: dict[str, Any]) -> None:
+    """Sequences shorter and longer than the window, on all kinds of ranks; the reference is Transformers' own."""
+    plan = nested_plan(GroupTree((2, 2)), keep="output")
+    none = nested_plan(GroupTree((2, 2)))
+    check(pool, [Case(keys, plan.to_json()), Case(keys, none.to_json()), Case(keys, plan.to_json(), recompute=False)])

@@ -37,6 +37,8 @@ ODD: list[dict[str, Any]] = [
     {**MOE, "decoder_sparse_step": 2, "num_hidden_layers": 5},
     {**MOE, "decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]},
     {**MOE, "num_experts": 0},
+    {"model_type": "mistral"},
+    {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
     {"model_type": "qwen2"},
     {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
     {"model_type": "mixtral", "num_local_experts": 3},

@@ -143,6 +143,30 @@ def test_any_strides_will_do(kernel: Kernel) -> None:
         assert torch.allclose(grad, wanted, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", KERNELS.keys())
+@pytest.mark.parametrize("window", [1, 2, 5, 32, 33, 100])
+def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
+    """E3: a query sees itself and the window - 1 keys before it."""
+    kernel = KERNELS[name].windowed(window)
+    if isinstance(kernel, MathKernel):
+        kernel.block = getattr(KERNELS[name], "block", 512)
+    q, k, v, dout = draw(4, 2, 8, torch.float64)
+    kv_of_query, segments = (0, 0, 1, 1), Segments.of(LENGTHS, CPU)
+    out, lse = attend(kernel, q, k, v, segments, 0.3, kv_of_query)
+    grads = attend_backward(kernel, dout, q, k, v, out, lse, segments, 0.3, kv_of_query)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = []
+    for s in segments.slices():
+        distance = torch.arange(s.stop - s.start)[:, None] - torch.arange(s.stop - s.start)
+        seen = (distance >= 0) & (distance < window)
+        q_s, k_s, v_s = (x[s].transpose(0, 1)[None] for x in inputs)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        expected.append(sdpa(q_s, k_s, v_s, attn_mask=seen, scale=0.3, enable_gqa=True)[0].transpose(0, 1))
+    assert_close(out, torch.cat(expected).detach(), 1e-13)
+    for grad, wanted in zip(grads, torch.autograd.grad(torch.cat(expected), inputs, dout), strict=True):
+        assert_close(grad, wanted, 1e-13)
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("dtype", TOLERANCES.keys(), ids=str)
 def test_blocks_of_queries_and_keys_merge_to_causal_attention(kernel: Kernel, dtype: torch.dtype) -> None:
@@ -268,5 +292,5 @@ def test_pytorchs_gpu_operators_still_take_what_we_give_them() -> None:
     assert len(backward.returns) == 3
     for schema, positional in ((forward, 10), (backward, 14)):
         rest = schema.arguments[positional:]
-        assert "scale" in {a.name for a in rest}
+        assert {"scale", "window_size_left", "window_size_right"} <= {a.name for a in rest}
         assert all(a.kwarg_only and a.has_default_value() for a in rest)

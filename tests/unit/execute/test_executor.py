@@ -69,6 +69,17 @@ def test_ulysses_hybrid_and_ring_are_accepted(ring_degree: int) -> None:
     make_executor(GroupTree((2, 2))).check(with_ring(plan_for(GroupTree((2, 2))), ring_degree))
 
 
+def test_a_ring_is_refused_where_layers_have_windows() -> None:
+    """E3."""
+    tree = GroupTree((2, 2))
+    windowed = replace(make_executor(tree), shape=replace(SHAPE, window=16))
+    windowed.check(plan_for(tree))
+    with pytest.raises(
+        PlanError, match="microbatch 0, ranks 0-3 has ring degree 2, but the model has layers with a sl"
+    ):
+        windowed.check(with_ring(plan_for(tree), 2))
+
+
 def test_what_is_not_built_is_refused() -> None:
     tree = GroupTree((2, 2))
     plan = plan_for(tree)
