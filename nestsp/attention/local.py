@@ -1,7 +1,7 @@
 """Attention of sequences that lie packed one after another, by explicit forward and backward calls.
 
-Two forms: *causal*, of whole sequences on themselves, in a sliding window or not, and *block*, where the queries of each
-sequence see all of some other keys, of another number: what a ring's member does with the keys of another one. A
+Two forms: *causal*, of whole sequences on themselves, in a sliding window or not, and *block*, where the queries of
+each sequence see all of some other keys, of another number: what a ring's member does with the keys of another one. A
 block's backward takes the output and log-sum-exp over *all* blocks, and gives this block's part of the gradients.
 
 Nothing here is differentiated by autograd: the groups' exchanges and kernels are interleaved in both directions, so
