@@ -1,9 +1,10 @@
 """The order in which a rank's groups take their turns in one layer's attention.
 
-A group's attention is a chain of phases joined by exchanges: exchange in, compute, exchange out. A group's *turn* runs
-it from where it waits to the next exchange it issues, so with k exchanges it takes k + 1 turns. Turns of all groups on
-a rank's path are ordered by the key (number of the turn, position of the group's level in the plan's level order):
-while one group's exchange is on the wire, another group computes.
+A group's attention is a chain of phases joined by exchanges: exchange in, compute, exchange out; or around a ring,
+where every pass of keys is one and a block is computed while the next one travels. A group's *turn* runs it from where
+it waits to the next exchange it issues, so with k exchanges it takes k + 1 turns. Turns of all groups on a rank's path
+are ordered by the key (number of the turn, position of the group's level in the plan's level order): while one group's
+exchange is on the wire, another group computes.
 
 Every rank issues in increasing key and skips the groups it does not have, so all ranks follow one total order and no
 set of groups can deadlock. The order is never chosen by readiness, which differs between ranks. A group of one rank

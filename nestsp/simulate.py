@@ -532,17 +532,19 @@ class _Turns:
 def plan_work(plan: Plan, shape: ModelShape) -> tuple[tuple[Work, ...], ...]:
     """Work of every rank (inner) in every microbatch (outer).
 
-    A member of a group works for its share of the group's tokens and of the query heads.
+    A member of a group works for its share of the group's tokens and of the query heads; in a ring, whose members have
+    all heads of an equal part of the attention, for its share inside the ring's member.
     """
     result = []
     for number, microbatch in enumerate(plan.microbatches):
         linear = [float(tokens * shape.linear_flops_per_token) for tokens in plan.rank_tokens(number)]
         attention = [0.0] * plan.tree.num_ranks
         for placement in microbatch.placements:
-            degree = placement.group.degree
+            inside = placement.group.degree // placement.ring_degree
             flops = sum(sequence_work(shape, plan.batch.lengths[s]).attention for s in placement.sequences)
             for member, rank in enumerate(placement.group.ranks):
-                attention[rank] += flops * len(share(shape.num_heads, degree, member)) / shape.num_heads
+                heads = len(share(shape.num_heads, inside, member % inside))
+                attention[rank] += flops / placement.ring_degree * heads / shape.num_heads
         result.append(tuple(Work(a, b) for a, b in zip(linear, attention, strict=True)))
     return tuple(result)
 

@@ -5,7 +5,7 @@ import pytest
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.cost.work import Rates, Work, sequence_work
-from nestsp.plan import Plan
+from nestsp.plan import Microbatch, Placement, Plan
 from nestsp.shape import ModelShape
 from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
 
@@ -24,6 +24,16 @@ def test_a_member_works_for_its_tokens_and_for_its_heads() -> None:
     assert [rank.attention for rank in ranks] == pytest.approx(
         [whole.attention / 6, whole.attention / 3, whole.attention / 6, whole.attention / 3 + alone.attention]
     )
+
+
+def test_members_of_a_ring_work_equally_and_in_a_hybrid_by_their_heads_inside() -> None:
+    tree = GroupTree((4,))
+    for ring_degree, shares in ((4, [1 / 4] * 4), (2, [1 / 4] * 4), (1, [1 / 6, 1 / 3, 1 / 6, 1 / 3])):
+        placement = Placement(tree.group(0, 0), (0,), ring_degree)
+        plan = Plan(tree, SequenceBatch.of_lengths([8]), (Microbatch((placement,)),), (0, 1), "hand")
+        (ranks,) = plan_work(plan, SHAPE)
+        whole = sequence_work(SHAPE, 8).attention
+        assert [rank.attention for rank in ranks] == pytest.approx([whole * share for share in shares])
 
 
 def test_a_step_lasts_as_long_as_the_slowest_rank_of_each_microbatch() -> None:

@@ -12,7 +12,7 @@ from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
 from nestsp.plan import Keep, Microbatch, Placement, Plan
-from nestsp.schedule import make_schedule
+from nestsp.schedule import Pass, make_schedule, num_exchanges
 from nestsp.simulate import Timeline, simulate
 
 SHAPE = dataclasses.replace(known_model("qwen3-30b-a3b"), num_layers=12, num_moe_layers=12)
@@ -51,6 +51,20 @@ VARIANTS = [
     pytest.param(8, "none", 0, id="ring"),
     pytest.param(2, "output", 3, id="hybrid"),
 ]
+
+
+@pytest.mark.parametrize("keep", ["none", "output"])
+@pytest.mark.parametrize(("num_ranks", "ring"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3), (3, 3), (2, 2), (1, 1)])
+def test_as_many_exchanges_are_priced_as_the_schedule_has(num_ranks: int, ring: int, keep: Keep) -> None:
+    """The executor issues those of the schedule, which a distributed test counts."""
+    cost = model(1, num_ranks)
+    placement = Placement(cost.tree.group(0, 0), (0,), ring, keep)
+    assert len(cost.comm.forward(0, ring)) == num_exchanges(placement, Pass.FORWARD)
+    assert len(cost.comm.backward(0, ring, kept=keep == "output")) == num_exchanges(placement, Pass.BACKWARD)
+    plan = Plan(
+        cost.tree, SequenceBatch.of_lengths([600]), (Microbatch((placement,)),), tuple(range(cost.tree.num_levels)), ""
+    )
+    assert timeline(plan, cost).makespan_s > 0
 
 
 @pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
