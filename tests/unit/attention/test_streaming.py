@@ -137,6 +137,7 @@ def test_backward_may_run_twice() -> None:
 
 class FailingOnce(CpuFlash):
     def __init__(self, failing_call: int) -> None:
+        super().__init__()
         self.left = failing_call
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
