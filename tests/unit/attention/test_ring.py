@@ -1,0 +1,126 @@
+"""All members of a ring in one process: messages lie in a table instead of on a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from nestsp.attention import ring
+from nestsp.attention.local import CpuFlash, Segments, attend, attend_backward
+from nestsp.attention.ring import around_backward, around_forward, make_ring
+from nestsp.attention.work import GroupWork
+from nestsp.shape import head_shares
+from nestsp.shard import zigzag
+
+CPU = torch.device("cpu")
+LENGTHS = (250, 61, 3)
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+class Mail:
+    """What one member has sent, in order, and which of its neighbour's messages it takes next."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree, self.sent, self.mails = degree, list[Any](), list[Mail]()
+
+    def start_pass(self, target: int, tensors: Sequence[Tensor], source: int, shapes: Sequence[Any]) -> Any:
+        number, mails = len(self.sent), self.mails
+        self.sent.append([tensor.clone() for tensor in tensors])
+
+        class Arriving:
+            def finish(self) -> dict[int, list[Tensor]]:
+                came = mails[source].sent[number]
+                assert [tuple(tensor.shape) for tensor in came] == [tuple(shape) for shape in shapes]
+                return {source: came}
+
+        return Arriving()
+
+
+def together(generators: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """Advance all members to each pass, and return what they return."""
+    results: dict[int, Any] = {}
+    while len(results) < len(generators):
+        for member, generator in enumerate(generators):
+            try:
+                next(generator)
+            except StopIteration as end:
+                results[member] = end.value
+    return [results[member] for member in range(len(generators))]
+
+
+def around(degree: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """out, dq, dk and dv of a ring, put back in the order of the sequences."""
+    q, k, v, dout = inputs
+    edges = zigzag(LENGTHS, degree)
+    starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    works, rows = [], []
+    mails = [Mail(degree) for _ in range(degree)]
+    for mail in mails:
+        mail.mails = mails
+    for place in range(degree):
+        layout, segments = make_ring(edges, place, CPU)
+        chunks = [
+            torch.arange(start + e[c], start + e[c + 1])
+            for start, e in zip(starts, edges, strict=True)
+            for c in (place, 2 * degree - 1 - place)
+        ]
+        rows.append(torch.cat(chunks))
+        link: Any = mails[place]
+        size = len(rows[-1])
+        heads = head_shares(HEADS, KV_HEADS, 1)
+        works.append(GroupWork(0, link, place, (size,), slice(0, size), segments, heads, "none", layout))
+    with patch.object(ring, "start_pass", lambda link, *args: link.start_pass(*args)):
+        done = together(
+            [around_forward(w, CpuFlash(), 0.3, q[r], k[r], v[r]) for w, r in zip(works, rows, strict=True)]
+        )
+        for mail in mails:
+            mail.sent.clear()
+        grads = together(
+            [
+                around_backward(w, CpuFlash(), 0.3, dout[r], q[r], k[r], v[r], *result)
+                for w, r, result in zip(works, rows, done, strict=True)
+            ]
+        )
+    results = [torch.empty_like(x) for x in (q, q, k, v)]
+    for r, (out, _), parts in zip(rows, done, grads, strict=True):
+        for whole, part in zip(results, (out, *parts), strict=True):
+            whole[r] = part
+    return results
+
+
+def draw(dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(sum(LENGTHS), n, SIZE).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+
+
+def whole(inputs: Sequence[Tensor]) -> list[Tensor]:
+    q, k, v, dout = inputs
+    segments, heads = Segments.of(LENGTHS, CPU), (0, 0, 1, 1)
+    out, lse = attend(CpuFlash(), q, k, v, segments, 0.3, heads)
+    return [out, *attend_backward(CpuFlash(), dout, q, k, v, out, lse, segments, 0.3, heads)]
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 5, 6, 7, 8])
+def test_E11_a_ring_of_any_size_is_the_whole_attention(degree: int) -> None:
+    inputs = draw(torch.float64)
+    for found, wanted in zip(around(degree, inputs), whole(inputs), strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_E14_rounding_of_bf16_does_not_grow_with_the_ring() -> None:
+    """Against float64 on the same bf16 inputs; sums that were rounded in each hop would grow with their number."""
+    inputs = draw(torch.bfloat16)
+    exact = whole([x.double() for x in inputs])
+
+    def errors(found: Sequence[Tensor]) -> list[float]:
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    alone = errors(whole(inputs))
+    for degree in (2, 4, 8, 16):
+        for error, least in zip(errors(around(degree, inputs)), alone, strict=True):
+            assert error < 1.5 * least, degree
