@@ -123,6 +123,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         free_bytes=model.tokens_per_rank,
         fixed_s=model.beta1_ms / 1e3,
         least_part=1.0,
+        exposed_parts=(1.0,),
         check=lambda batch: _check(model, batch),
         finish=lambda plan: dataclasses.replace(plan),
         evaluate=lambda plan: batch_time_s(model, plan),

@@ -48,6 +48,7 @@ class Ground:
         fixed_s: Seconds of a microbatch beside its work.
         least_part: What part of the closed form a finished plan has at least, where no rank has two groups and so
             nothing hides an exchange.
+        exposed_parts: What parts of the exchanges a search may take to be in nobody's shadow.
         check: Raises what tells a user why a batch does not fit at all.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
         evaluate: Seconds of a finished plan; infinite if it does not fit into memory.
@@ -61,6 +62,7 @@ class Ground:
     free_bytes: float
     fixed_s: float
     least_part: float
+    exposed_parts: tuple[float, ...]
     check: Callable[[SequenceBatch], None]
     finish: Callable[[Plan], Plan]
     evaluate: Callable[[Plan], float]
@@ -137,6 +139,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             (forward + backward) / (2 * forward + backward),
             2 / 3,  # of the exchanges: those of the recompute can be spared
         ),
+        exposed_parts=(1.0, 0.3) if streaming else (1.0,),
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
         finish=lambda plan: spend_memory(plan, cost),
         evaluate=lambda plan: _judge(plan, cost, streaming),
