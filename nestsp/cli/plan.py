@@ -116,6 +116,8 @@ def plan_lengths(
     cost = make_model(cluster, model, memory_gib=memory_gib, network_gbit_per_s=network_gbit_per_s)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace is {trace}, but there is no folder {trace.absolute().parent}; make it first")
+    if source not in LENGTH_TABLES and not as_json:
+        print(f"reading {source}", flush=True)
     drawn, notes = _one_batch(source, max_tokens, max_length, seed, tokenizer)
     batch = drawn.batch
     lines = [

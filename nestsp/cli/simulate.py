@@ -78,10 +78,11 @@ def simulate_cells(
     drawing: dict[str, Any] = {"max_length": max_length, "seed": seed, "tokenizer": tokenizer}
     notes, questions = [], []
     for source in sources:
+        say(f"reading {source}")
         drawn, lengths = draw_batches(source, num_batches, max_tokens=max_tokens, **drawing)
         batches = tuple(each.batch for each in drawn)
         notes.append(
-            f"{source}: {plural(len(batches), 'batch').replace('batchs', 'batches')} of up to "
+            f"{source}: {len(batches):,} {'batch' if len(batches) == 1 else 'batches'} of up to "
             f"{format_count(max_tokens)} tokens, {format_count(sum(b.num_sequences for b in batches))} sequences"
         )
         notes += lengths.notes

@@ -88,6 +88,8 @@ def _line(plan: Plan, placements: Sequence[Placement]) -> str:
         return f"{where}: {plural(len(mine), 'sequence')}, {plural(sum(mine), 'token')}{longest}"
     ranks = f"ranks {first.first_rank}-{last.ranks.stop - 1}"
     where = f"{ranks}, each alone" if first.degree == 1 else f"{ranks}, {len(placements)} groups of {first.degree}"
+    if all(len(mine) == 1 for mine in lengths):
+        return f"{where}: 1 sequence of {_span([max(mine) for mine in lengths])} tokens each"
     counts, totals = _span([len(mine) for mine in lengths]), _span([sum(mine) for mine in lengths])
     return f"{where}: {counts} sequences, {totals} tokens each, longest {_span([max(mine) for mine in lengths])}"
 

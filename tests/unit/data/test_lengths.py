@@ -166,6 +166,7 @@ def test_a_folder_without_text_is_refused_without_naming_a_setting_of_training(t
         read(tmp_path)
 
 
+@pytest.mark.slow
 def test_stdlib_gives_lengths_of_functions_and_classes() -> None:
     lengths = read_lengths("stdlib", num_samples=0, seed=0)
     assert len(lengths) > 10_000
