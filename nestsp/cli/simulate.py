@@ -16,7 +16,7 @@ from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import CostProfile
 from nestsp.data.lengths import draw_batches
 from nestsp.errors import ConfigError, InfeasibleError
-from nestsp.units import format_count, plural
+from nestsp.units import format_count
 
 __all__ = ["simulate_cells"]
 
