@@ -4,9 +4,8 @@
 
 Ghimire & Calhoun (arXiv:2609.03151) measured, at 2 sequences, steps 1.17-1.32 times as fast as with one Ulysses group
 of all ranks (Llama-3.1-8B: 1.21), with 2.2-3.1 times less all-to-all time, and nothing at 1 sequence. What they had
-between hosts is not known to us: the bandwidth of a host's network is fitted on Llama-3.1-8B at 2 sequences alone, on
-the branch where a faster network makes BASP gain less, and everything else follows from the preset. Estimated by the
-simulator, nothing measured.
+between hosts is not known to us: the bandwidth of a host's network is fitted on Llama-3.1-8B at 2 sequences alone, and
+everything else follows from the preset. Estimated by the simulator, nothing measured.
 """
 
 from __future__ import annotations

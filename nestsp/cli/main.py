@@ -96,9 +96,14 @@ def verify(
 LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Drop longer sequences; counted.")]
 PlannerOption = Annotated[
     str,
-    typer.Option(help="all, or some of batch-adaptive, basp, disjoint, flexsp (slow, not part of all), nsp: a,b."),
+    typer.Option(
+        metavar="NAMES",
+        help="all, or some of batch-adaptive, basp, disjoint, flexsp (slow, not part of all), nsp, with commas.",
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn from a built-in table, and of orders.")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, metavar="NUMBER", help="Of what is drawn from a built-in table, and of orders.")
+]
 MemoryOption = Annotated[
     float | None, typer.Option(min=0, metavar="GIB", help="What a rank may use; by default 90 % of its device.")
 ]
@@ -107,7 +112,10 @@ NetworkOption = Annotated[
     typer.Option(min=1e-3, metavar="GBIT_PER_S", help="A host's network cards together, if not the profile's own."),
 ]
 TokenizerOption = Annotated[
-    str, typer.Option(help="Measures texts: bytes, a folder with a tokenizer.json, or a name on the Hub.")
+    str,
+    typer.Option(
+        metavar="NAME|PATH", help="Measures texts: bytes, a folder with a tokenizer.json, or a name on the Hub."
+    ),
 ]
 
 
@@ -121,8 +129,13 @@ def plan(
             "built-in table: wikipedia, github, arxiv.",
         ),
     ],
-    cluster: Annotated[str, typer.Option(help="Hosts x ranks of each, and their hardware, such as 8x8:h100.")],
-    model: Annotated[str, typer.Option(help="A model's name, such as qwen3-30b-a3b, or the path of a config.json.")],
+    cluster: Annotated[
+        str, typer.Option(metavar="HOSTSxRANKS:HARDWARE", help="Ranks are of each host; such as 8x8:h100.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME|PATH", help="A model's name, such as qwen3-30b-a3b, or the path of a config.json."),
+    ],
     planner: PlannerOption = "all",
     max_tokens: Annotated[
         int | None,
@@ -160,10 +173,12 @@ def plan(
 @app.command()
 def simulate(
     lengths: Annotated[
-        list[str], typer.Argument(metavar="LENGTHS...", help="As of `nestsp plan`; several give several cells.")
+        list[str], typer.Argument(metavar="LENGTHS", help="As of `nestsp plan`; several give several cells.")
     ],
-    cluster: Annotated[list[str], typer.Option(help="As of `nestsp plan`; may be repeated.")],
-    model: Annotated[list[str], typer.Option(help="As of `nestsp plan`; may be repeated.")],
+    cluster: Annotated[
+        list[str], typer.Option(metavar="HOSTSxRANKS:HARDWARE", help="As of `nestsp plan`; may be repeated.")
+    ],
+    model: Annotated[list[str], typer.Option(metavar="NAME|PATH", help="As of `nestsp plan`; may be repeated.")],
     batches: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Batches of each cell.")] = 20,
     planner: PlannerOption = "all",
     max_tokens: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of each batch.")] = 2_000_000,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +64,9 @@ def make_model(
     Raises:
         ConfigError: One of them does not parse.
     """
+    for option, value in (("--memory", memory_gib), ("--network", network_gbit_per_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} is {value}, but it must be a number above 0; correct it")
     hosts, colon, hardware = cluster.partition(":")
     if not colon:
         raise ConfigError(

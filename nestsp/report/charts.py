@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nestsp.errors import ConfigError
-from nestsp.report.comparison import BEST_STATIC, Cell
+from nestsp.report.comparison import ADAPTIVE, BEST_STATIC, Cell
 from nestsp.report.simulation import Simulation
 
 __all__ = ["check_chart", "draw_chart"]
@@ -61,7 +61,7 @@ def _draw_cells(axes: Any, simulation: Simulation, planners: list[str]) -> None:
     """A bar for each planner of each cell, over best static, or over batch-adaptive where no degree fits."""
     place, ticks, labels = 0.0, [], []
     for cell in simulation.cells:
-        over = BEST_STATIC if cell.best_static_degree is not None else "batch-adaptive"
+        over = BEST_STATIC if cell.best_static_degree is not None else ADAPTIVE
         start = place
         for planner in planners:
             ratio = None if cell.why_not else cell.speedup(planner, over)

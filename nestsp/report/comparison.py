@@ -34,6 +34,7 @@ from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
 
 __all__ = [
+    "ADAPTIVE",
     "BEST_STATIC",
     "COSTED_PLANNERS",
     "Cell",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 BEST_STATIC = "best static"
+ADAPTIVE = "batch-adaptive"
 _NUM_RESAMPLES = 10_000
 
 
@@ -57,7 +59,7 @@ class CostedPlanner(Protocol):
 
 
 COSTED_PLANNERS: Mapping[str, Callable[[Ground], CostedPlanner]] = {
-    "batch-adaptive": BatchAdaptive,
+    ADAPTIVE: BatchAdaptive,
     "basp": BaspGroups,
     "disjoint": DisjointGroups,
     "flexsp": FlexSPGroups,
@@ -133,7 +135,7 @@ class Cell:
         return min(totals, key=lambda degree: (totals[degree], degree)) if totals else None
 
     def rows(self, planner: str) -> tuple[PlannerRow, ...] | None:
-        """What a planner, or `BEST_STATIC`, made of each batch; None if there is no best static degree."""
+        """What a planner of `planned`, or `BEST_STATIC`, made of each batch; None if there is no best static degree."""
         if planner != BEST_STATIC:
             return self.planned[planner]
         degree = self.best_static_degree
@@ -141,15 +143,26 @@ class Cell:
 
     def times_s(self, planner: str) -> list[float] | None:
         """Makespans of all batches; None if the planner has no plan of one."""
+        if planner == ADAPTIVE and planner not in self.planned:
+            return self._least_static_s()
         rows = self.rows(planner)
         return None if rows is None else _times(rows)
 
     def speedup(self, planner: str, over: str) -> Ratio | None:
         """How much faster one planner's plans are than another's; None where either has no plan of a batch."""
-        if over != BEST_STATIC and over not in self.planned:
-            return None
         mine, theirs = self.times_s(planner), self.times_s(over)
         return None if mine is None or theirs is None else ratio_of_totals(theirs, mine)
+
+    def _least_static_s(self) -> list[float] | None:
+        """What batch-adaptive does: the best degree of each batch."""
+        times = []
+        for number in range(len(self.batches)):
+            timelines = [rows[number].timeline for rows in self.static.values()]
+            fitting = [timeline.makespan_s for timeline in timelines if timeline is not None]
+            if not fitting:
+                return None
+            times.append(min(fitting))
+        return times
 
     def gaps(self, planner: str) -> list[float] | None:
         """How far each batch is above the bound, as a fraction of it."""
@@ -188,7 +201,7 @@ class Cell:
                 planner: {
                     **_row_json(self.rows(planner) or ()),
                     "over_best_static": _ratio_json(self.speedup(planner, BEST_STATIC)),
-                    "over_batch_adaptive": _ratio_json(self.speedup(planner, "batch-adaptive")),
+                    "over_batch_adaptive": _ratio_json(self.speedup(planner, ADAPTIVE)),
                 }
                 for planner in planners
             },

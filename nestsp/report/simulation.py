@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nestsp.report.comparison import BEST_STATIC, Cell, Ratio, ratio_of_totals
+from nestsp.report.comparison import ADAPTIVE, BEST_STATIC, Cell, Ratio, ratio_of_totals
 from nestsp.report.tables import format_markdown, format_table
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
@@ -151,7 +151,7 @@ def _cell_row(label: str, planner: str, cell: Cell) -> list[str]:
         label,
         format_seconds(float(np.mean(times))),
         _ratio(cell.speedup(planner, BEST_STATIC)),
-        _ratio(cell.speedup(planner, "batch-adaptive")),
+        _ratio(cell.speedup(planner, ADAPTIVE)),
         f"+{np.mean(gaps):.1%}",
         f"+{max(gaps):.1%}",
         f"{np.mean([t.exposed for t in timelines]):.1%}",
@@ -175,7 +175,7 @@ def _change_rows(each: Sensitivity) -> list[list[str]]:
                 planner,
                 format_seconds(float(np.mean(times))),
                 _ratio(each.changed.speedup(planner, BEST_STATIC)),
-                _ratio(each.changed.speedup(planner, "batch-adaptive")),
+                _ratio(each.changed.speedup(planner, ADAPTIVE)),
                 f"{each.held[planner].value:.3f} x" if planner in each.held else "-",
             ]
         )
@@ -199,7 +199,7 @@ def _scale_rows(cell: Cell) -> list[list[str]]:
                 format_count(round(np.mean([batch.num_sequences for batch in cell.batches]))),
                 format_seconds(float(np.mean(times))),
                 _ratio(cell.speedup(planner, BEST_STATIC)),
-                _ratio(cell.speedup(planner, "batch-adaptive")),
+                _ratio(cell.speedup(planner, ADAPTIVE)),
                 f"+{np.mean(gaps):.1%}",
                 format_seconds(float(np.mean([row.planning_s for row in cell.planned[planner]]))),
             ]

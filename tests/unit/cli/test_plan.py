@@ -13,6 +13,7 @@ import pytest
 
 from nestsp.cli.main import main
 from nestsp.cli.plan import PLANNER_NAMES
+from nestsp.data.lengths import LENGTH_TABLES
 from nestsp.plan import Plan
 from nestsp.report.comparison import COSTED_PLANNERS
 
@@ -49,6 +50,21 @@ def refusal(
 
 def test_the_names_of_the_option_are_those_of_the_planners() -> None:
     assert set(PLANNER_NAMES) == set(COSTED_PLANNERS)
+
+
+def test_help_names_the_planning_commands_and_their_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    for name in ("plan", "simulate"):
+        assert f"\n  {name} " in said
+        assert command(monkeypatch, name, "--help") == 0
+        assert "estimated" in capsys.readouterr().out
+    assert command(monkeypatch, "plan", "--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for source in (".jsonl", ".npy", ".npz", ".csv", ".parquet", "folder of text", "stdlib", *LENGTH_TABLES):
+        assert source in said
 
 
 def test_all_planners_but_the_slow_one_are_in_the_table_and_the_best_plan_is_drawn(
@@ -134,6 +150,8 @@ def test_the_model_may_be_a_config_json(
         (["--model", "qwen3-9b"], "did you mean 'qwen3-8b'?"),
         (["--planner", "nps"], "did you mean 'nsp'?"),
         (["--planner", "nsp,bsp"], "did you mean 'basp'?"),
+        (["--memory", "nan"], "--memory is nan, but it must be a number above 0"),
+        (["--network", "inf"], "--network is inf, but it must be a number above 0"),
         (["--memory", "1"], "InfeasibleError: the model needs"),
         (["--memory", "26"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
         (["--max-length", "500"], "none of 45 sequences is left: 1 are empty and 44 are longer than 500 tokens"),

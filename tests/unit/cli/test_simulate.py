@@ -52,6 +52,15 @@ def test_every_ratio_is_that_of_the_times_beside_it(
     assert all(s >= batch["bound_s"] for s, batch in zip(planners["nsp"]["makespan_s"], cell["batches"], strict=True))
 
 
+def test_the_best_degree_of_each_batch_is_what_batch_adaptive_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (planned,) = cells(monkeypatch, capsys, "arxiv")["cells"]
+    (derived,) = cells(monkeypatch, capsys, "arxiv", "--planner", "nsp")["cells"]
+    ratios = [cell["planners"]["nsp"]["over_batch_adaptive"]["value"] for cell in (planned, derived)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=ROUNDING)
+
+
 def test_the_same_command_gives_the_same_times_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

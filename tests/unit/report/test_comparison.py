@@ -14,7 +14,7 @@ from nestsp.cost.model import make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
 from nestsp.plan import Plan
-from nestsp.report.comparison import BEST_STATIC, Cell, ratio_of_totals
+from nestsp.report.comparison import ADAPTIVE, BEST_STATIC, Cell, ratio_of_totals
 from nestsp.report.simulation import Simulation
 from nestsp.report.tables import PlannerRow
 from nestsp.schedule import make_schedule
@@ -99,3 +99,11 @@ def test_one_batch_has_no_interval() -> None:
 @pytest.mark.parametrize("planner", ["nsp", BEST_STATIC])
 def test_gaps_are_over_the_bound(planner: str) -> None:
     assert cell({1: [1.0, 0.75]}, {"nsp": [1.0, 0.75]}).gaps(planner) == [1.0, 0.5]
+
+
+def test_batch_adaptive_need_not_be_planned_to_be_compared_with() -> None:
+    made = cell({2: [1.0, 5.0], 1: [None, 2.0]}, {"nsp": [1.0, 1.0]})
+    ratio = made.speedup("nsp", ADAPTIVE)
+    assert ratio is not None
+    assert ratio.value == 1.5
+    assert cell({2: [None, 5.0]}, {"nsp": [1.0, 1.0]}).speedup("nsp", ADAPTIVE) is None
