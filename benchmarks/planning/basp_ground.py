@@ -11,6 +11,7 @@ everything else follows from the preset. Estimated by the simulator, nothing mea
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from nestsp.batch import SequenceBatch
@@ -103,9 +104,9 @@ def fit_network() -> float:
     slow, fast = _SLOWEST, _FASTEST
     assert speedup(slow) > wanted > speedup(fast)
     while fast / slow > 1.001:
-        middle = (slow * fast) ** 0.5
+        middle = math.sqrt(slow * fast)
         slow, fast = (middle, fast) if speedup(middle) > wanted else (slow, middle)
-    return (slow * fast) ** 0.5
+    return math.sqrt(slow * fast)
 
 
 def _exchange_s(plan: Plan, cost: CostModel) -> float:

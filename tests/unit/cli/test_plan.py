@@ -150,7 +150,6 @@ def test_the_model_may_be_a_config_json(
         (["--model", "qwen3-9b"], "did you mean 'qwen3-8b'?"),
         (["--planner", "nps"], "did you mean 'nsp'?"),
         (["--planner", "nsp,bsp"], "did you mean 'basp'?"),
-        (["--memory", "nan"], "--memory is nan, but it must be a number above 0"),
         (["--network", "inf"], "--network is inf, but it must be a number above 0"),
         (["--memory", "1"], "InfeasibleError: the model needs"),
         (["--memory", "26"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
