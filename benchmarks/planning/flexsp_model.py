@@ -20,7 +20,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
-from nestsp.planners.ground import Ground
+from nestsp.planners.ground import Ground, Prices
 
 __all__ = ["GPT_7B", "GPT_13B", "GPT_30B", "FlexSPModel", "communication_free_bound_s", "flexsp_ground"]
 
@@ -114,16 +114,27 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
     tree = Cluster(model.num_ranks // 8, 8).default_tree()
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
     one = np.ones(1)
+    linear = [model.alpha2_ms_per_token / degree / 1e3 for degree in degrees]
+    exchange = [float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees]
+    square = tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees)
+    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square)
     return Ground(
         tree=tree,
-        linear_s=tuple(model.alpha2_ms_per_token / degree / 1e3 for degree in degrees),
-        square_s=tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees),
-        exchange_s=tuple(float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees),
+        linear_s=tuple(linear),
+        square_s=square,
+        exchange_s=tuple(exchange),
         bytes_per_token=tuple(1.0 / degree for degree in degrees),
         free_bytes=model.tokens_per_rank,
         fixed_s=model.beta1_ms / 1e3,
         least_part=1.0,
-        exposed_parts=(1.0,),
+        guesses=(prices,),
+        floor=prices,
+        gathers_s=0.0,
+        layer_s=0.0,
+        layer_bytes=0.0,
+        token_bytes=1.0,
+        num_layers=0,
+        num_crossing=sum(degree > 8 for degree in degrees),
         check=lambda batch: _check(model, batch),
         finish=lambda plan: dataclasses.replace(plan),
         evaluate=lambda plan: batch_time_s(model, plan),

@@ -10,6 +10,7 @@ it to its children. Price: one heap operation a sequence.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,7 +147,7 @@ def pack_within(
         targets_s: For each microbatch how long its ranks may work.
         order: The sequences, longest first.
         seconds: [levels, sequences], what each adds to a rank of its group.
-        num_bytes: The same in bytes.
+        num_bytes: The same in bytes; infinite where a sequence may not go.
         free_bytes: What a rank may hold in one microbatch.
         s_per_byte: Price of room in time: above 0, groups that have more time than room come first, so that the long
             sequences, which take more time for each byte, go there.
@@ -166,7 +167,7 @@ def pack_within(
         while full and full[0][0] + needs <= free_bytes:
             size, load, index = heapq.heappop(full)
             heapq.heappush(heap, (load - s_per_byte * size, load, index))
-        while heap and held[heap[0][2]] + needs > free_bytes:
+        while heap and free_bytes < held[heap[0][2]] + needs < math.inf:
             _, load, index = heapq.heappop(heap)
             heapq.heappush(full, (held[index], load, index))
         if not heap:
@@ -191,7 +192,7 @@ def pack_within(
                 _, load, other = heapq.heappop(heap)
                 heapq.heappush(full, (held[other], load, other))
             load = heap[0][1]
-        if load + adds > 0.0:
+        if load + adds > 0.0 or needs == math.inf:
             left.append(i)
             continue
         load += adds

@@ -37,7 +37,7 @@ from nestsp.planners.baselines import (
     longest_first,
     static_degrees,
 )
-from nestsp.planners.ground import Ground
+from nestsp.planners.ground import Ground, Prices
 from nestsp.planners.levels import Packing, pack_within
 
 __all__ = ["NestedGroups"]
@@ -51,8 +51,9 @@ _DIFFERENCES = (-0.3, -0.15, 0.15, 0.3, 0.5, 0.75, 1.0)
 # A target that is not kept may be so much larger the next time, and the total is found to this fraction.
 _WIDER = (1.02, 1.08, 1.3, 2.0, 5.0)
 _PRECISION = 1.5e-3
-# Numbers of microbatches that are refined.
-_NUMBERS = 2
+# Numbers of microbatches that are tried, and how many packings are judged of all.
+_NUMBERS = 3
+_FINALISTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +75,52 @@ class NestedGroups:
         ground = self.ground
         ground.check(batch)
         candidates = [Candidate("nsp", packing) for packing in self.packings(batch)]
+        lengths = np.array(batch.lengths, float)
         for other in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground)):
-            candidates += other.candidates(batch)
+            for candidate in other.candidates(batch):
+                candidates.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
         best = judged_or_refused(judge_best(ground, batch, candidates), batch)
         reverse = dataclasses.replace(best.plan, level_order=tuple(reversed(best.plan.level_order)))
         best = min(best, Judged(reverse, ground.evaluate(reverse)), key=lambda j: j.makespan_s)
         return Judged(dataclasses.replace(best.plan, planner="nsp"), best.makespan_s)
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
-        """The finalists of the search: the best packing for each number of microbatches and share of exchanges."""
+        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches."""
         ground = self.ground
         if not batch.num_sequences:
             return []
-        searches = [_Search.of(ground, batch, exchanges) for exchanges in ground.exposed_parts]
-        found: list[Packing] = []
+        searches = [_Search.of(ground, batch, guess) for guess in ground.guesses]
+        found: list[tuple[float, Packing]] = []
         least = ground.least_microbatches(batch)
-        numbers, best_s = 0, math.inf
+        numbers = 0
         for number in range(least, least + batch.num_sequences + 2):
-            fixed = number * ground.fixed_s
-            if ground.least_part == 1.0 and fixed + searches[0].least_s(math.inf) >= best_s:
-                break  # nothing can be spared by more memory
-            at_this_number = [search.best(number) for search in searches]
-            packings = [packing for packing in at_this_number if packing is not None]
-            found += packings
-            best_s = min([best_s, *(fixed + packing.slowest_s for packing in packings)])
-            numbers += bool(packings)
+            before = len(found)
+            if found and number * (ground.gathers_s + ground.fixed_s) >= min(found, key=_first)[0]:
+                break
+            for search in searches:
+                if (
+                    ground.layer_bytes
+                    or not found
+                    or search.least_s(math.inf) + number * ground.fixed_s < min(found, key=_first)[0]
+                ):
+                    found += [(search.estimate_s(packing), packing) for packing in search.best(number)]
+            numbers += len(found) > before or bool(before)
             if numbers == _NUMBERS:
                 break
-        return found
+        return [packing for _, packing in sorted(found, key=_first)[:_FINALISTS]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A batch with its prices.
+    """A batch with its prices by one guess.
 
     Attributes:
         order: Positions, longest first.
         seconds: float64 [levels, sequences], what each adds to a rank of a group of each level.
-        work: float64 [levels, sequences], the same of all ranks of the group, over all ranks; infinite without room.
-        prices: Seconds and bytes as lists.
+        work: float64 [levels, sequences], the same of all ranks of the group, over all ranks; infinite where the
+            sequence may not go.
+        prices: Seconds and bytes as lists, these too infinite there.
+        bare_s: float64 [levels, sequences], the ground's own prices, without any guess.
     """
 
     ground: Ground
@@ -120,22 +128,35 @@ class _Search:
     seconds: Floats
     work: Floats
     prices: tuple[list[list[float]], list[list[float]]]
+    bare_s: Floats
 
     @classmethod
-    def of(cls, ground: Ground, batch: SequenceBatch, exchanges: float) -> _Search:
+    def of(cls, ground: Ground, batch: SequenceBatch, guess: Prices) -> _Search:
         lengths = np.array(batch.lengths, float)
-        seconds, num_bytes = ground.seconds(lengths, exchanges=exchanges), ground.bytes(lengths)
+        seconds, num_bytes = guess.seconds(lengths), ground.bytes(lengths)
+        if guess.inside:
+            small = (num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
+            num_bytes[: ground.num_crossing, small] = np.inf
         degrees = np.array(static_degrees(ground.tree), float)[:, None]
         work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
-        return cls(ground, longest_first(batch), seconds, work, (seconds.tolist(), num_bytes.tolist()))
+        prices = seconds.tolist(), num_bytes.tolist()
+        return cls(ground, longest_first(batch), seconds, work, prices, ground.seconds(lengths))
 
     def least_s(self, most_s: float) -> float:
         """Sum of all microbatches if nothing is lost and no sequence lasts longer; infinite if one must."""
         within: Floats = np.where(self.seconds <= most_s, self.work, np.inf)
         return float(within.min(axis=0).sum())
 
-    def best(self, num_microbatches: int) -> Packing | None:
-        """The packing with the least sum of slowest ranks, or None if none fits."""
+    def estimate_s(self, packing: Packing) -> float:
+        """Seconds of a finished plan of a packing, about, comparable with those of other guesses."""
+        index = np.arange(len(packing.levels))
+        levels, degrees = np.array(packing.levels), np.array(static_degrees(self.ground.tree), float)
+        more = (self.bare_s - self.seconds)[levels, index] * degrees[levels]
+        each = np.bincount(packing.microbatches, more, len(packing.loads_s)) / self.ground.tree.num_ranks
+        return self.ground.estimate_s(packing.loads_s.max(axis=1) + each, packing.held_bytes)
+
+    def best(self, num_microbatches: int) -> list[Packing]:
+        """The packings with the least sum of slowest ranks: of equal targets, and if that is less, of others."""
         even = self.least_s(math.inf) / num_microbatches
         for _ in range(4):
             total = self.least_s(even)
@@ -143,17 +164,17 @@ class _Search:
                 even = total / num_microbatches
             else:  # the longest sequence alone takes longer
                 even *= 1.3
-        best: Packing | None = None
-        for longer in self._differences(even) if num_microbatches > 1 else (0.0,):
+        equal = best = self._bisect(num_microbatches, even, 0.0, None)
+        for longer in self._differences(even) if num_microbatches > 1 else ():
             best = self._bisect(num_microbatches, even, longer, best)
-        return best
+        return [packing for packing in (equal, best if best is not equal else None) if packing is not None]
 
     def _differences(self, even_s: float) -> list[float]:
         """By how much the first microbatch may last longer than the others."""
         columns = self.order[:_LONGEST]
         times = self.seconds[:, columns][np.isfinite(self.work[:, columns])]
         own = sorted({float(t) - even_s for t in times if even_s < t < 5 * even_s})
-        return [0.0, *own, *(part * even_s for part in _DIFFERENCES)]
+        return [*own, *(part * even_s for part in _DIFFERENCES)]
 
     def _bisect(self, num_microbatches: int, even_s: float, longer_s: float, best: Packing | None) -> Packing | None:
         """The packing with the least total of this difference, or the best so far if that is no worse."""
@@ -183,7 +204,11 @@ class _Search:
 
     def _pack(self, num_microbatches: int, total_s: float, longer_s: float) -> Packing | None:
         others = (total_s - longer_s) / num_microbatches
-        if others <= 0 or others + longer_s <= 0:
+        if min(others, others + longer_s) <= self.ground.gathers_s * (num_microbatches > 1):
             return None
         targets = [others + longer_s, *[others] * (num_microbatches - 1)]
         return pack_within(self.ground.tree, targets, self.order, *self.prices, self.ground.free_bytes)
+
+
+def _first(pair: tuple[float, Packing]) -> float:
+    return pair[0]
