@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,31 @@ def test_nothing_but_lines_is_written_where_there_is_no_terminal(
     said = capsys.readouterr()
     assert "\x1b" not in said.out
     assert said.err == ""
+
+
+def test_a_terminal_sees_a_progress_bar_that_is_gone_at_the_end() -> None:
+    ours, theirs = pty.openpty()
+    options = [*("--cluster", "1x4:h100", "--model", "qwen3-0.6b"), *map(str, SMALL)]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "nestsp", "simulate", "github", "--planner", "nsp", *options],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while block := os.read(ours, 1 << 16):
+            said += block
+    except OSError:  # the other end is closed, and all is read
+        pass
+    os.close(ours)
+    assert started.wait(timeout=60) == 0
+    assert b"planning" in said
+    assert b"/12" in said  # three batches for each of nsp and three degrees
+    assert said.index(b"\x1b[2K") < said.index(b"best static:")
+    assert b"\x1b" not in said[said.index(b"best static:") :]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
