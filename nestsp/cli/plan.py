@@ -139,6 +139,7 @@ def plan_lengths(
     from nestsp.report.tables import planner_table
     from nestsp.report.trace import write_trace
     from nestsp.simulate import simulate
+    from nestsp.train.console import Screen
 
     bound = lower_bound(batch, cost)
     if not as_json:
@@ -148,7 +149,11 @@ def plan_lengths(
             flush=True,
         )
     ground = cost_ground(cost)
-    rows = [plan_batch(name, COSTED_PLANNERS[name](ground), batch, cost) for name in names]
+    rows = []
+    with Screen(silent=as_json).progress("planning", len(names)) as bar:
+        for name in names:
+            rows.append(plan_batch(name, COSTED_PLANNERS[name](ground), batch, cost))
+            bar.set(len(rows), len(names))
     planned = [row for row in rows if row.timeline is not None]
     if not planned:
         raise InfeasibleError(rows[0].why_not)
