@@ -51,7 +51,8 @@ class Prices:
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
-        return np.array(self.linear_s)[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        seconds: Floats = np.array(self.linear_s)[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Ground:
         if not self.layer_bytes:
             return np.zeros_like(tokens)
         room = self.free_bytes - self.token_bytes * tokens
-        kept: Floats = np.clip(room / (np.maximum(tokens, 1.0) * self.layer_bytes), 0.0, self.num_layers)
+        kept: Floats = np.clip(room / (np.maximum(tokens, 1.0) * self.layer_bytes), 0.0, float(self.num_layers))
         return kept
 
     def estimate_s(self, slowest_s: Floats, held_bytes: Floats) -> float:
@@ -145,7 +146,7 @@ class Ground:
                 total += np.repeat(np.bincount(places, each, size), degree).reshape(total.shape)
         held = np.maximum(held - 1.0, 0.0)  # shares of a stream differ by one token
         kept = self.kept_layers(held.max(axis=1))[:, None]
-        least = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
+        least: Floats = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
         return float(np.maximum(least, self.gathers_s).sum()) + self.fixed_s * num_microbatches
 
     def least_microbatches(self, batch: SequenceBatch) -> int:
@@ -175,7 +176,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
     num_bytes = []
-    for level, (degree, share) in enumerate(zip(degrees, shares, strict=True)):
+    for degree, share in zip(degrees, shares, strict=True):
         key_share = member_widths(shape, Payload(0, 1), degree).max() / shape.kv_width
         split = (memory.layer_exchanged + memory.exchange_buffers) * max(share, key_share) if degree > 1 else 0.0
         num_bytes.append(memory.least_bytes_per_token / degree + memory.layer_input / degree + split)
