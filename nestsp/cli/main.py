@@ -93,7 +93,10 @@ def verify(
     _launch(settings)
 
 
-LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Drop longer sequences; counted.")]
+LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Limit of a sequence.")]
+OverLengthOption = Annotated[
+    str, typer.Option(metavar="drop|truncate|error", help="What becomes of longer sequences; they are counted.")
+]
 PlannerOption = Annotated[
     str,
     typer.Option(
@@ -142,6 +145,7 @@ def plan(
         typer.Option(min=1, metavar="TOKENS", help="Of the batch; by default 2,000,000 of a table, else all there is."),
     ] = None,
     max_length: LengthsOption = None,
+    over_length: OverLengthOption = "drop",
     seed: SeedOption = 0,
     memory: MemoryOption = None,
     network: NetworkOption = None,
@@ -152,7 +156,7 @@ def plan(
     ] = None,
 ) -> None:
     """Show what each planner makes of one batch: estimated time, memory, and what sits where. Needs no GPU."""
-    from nestsp.cli.plan import plan_lengths
+    from nestsp.cli.plan import over_length_policy, plan_lengths
 
     plan_lengths(
         lengths,
@@ -161,6 +165,7 @@ def plan(
         planner=planner,
         max_tokens=max_tokens,
         max_length=max_length,
+        over_length=over_length_policy(over_length),
         seed=seed,
         memory_gib=memory,
         network_gbit_per_s=network,
@@ -183,6 +188,7 @@ def simulate(
     planner: PlannerOption = "all",
     max_tokens: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of each batch.")] = 2_000_000,
     max_length: LengthsOption = None,
+    over_length: OverLengthOption = "drop",
     seed: SeedOption = 0,
     memory: MemoryOption = None,
     network: NetworkOption = None,
@@ -201,6 +207,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Compare planners over many batches: estimated speed-ups with their spread. Needs no GPU."""
+    from nestsp.cli.plan import over_length_policy
     from nestsp.cli.simulate import simulate_cells
 
     simulate_cells(
@@ -211,6 +218,7 @@ def simulate(
         planner=planner,
         max_tokens=max_tokens,
         max_length=max_length,
+        over_length=over_length_policy(over_length),
         seed=seed,
         memory_gib=memory,
         network_gbit_per_s=network,

@@ -8,23 +8,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from nestsp.cluster import Cluster
 from nestsp.cost.bound import lower_bound
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile, preset_names
-from nestsp.data.lengths import LENGTH_TABLES, Drawn, draw_batch, draw_batches, open_lengths
+from nestsp.data.lengths import LENGTH_TABLES, Drawn, OverLength, draw_batch, draw_batches, open_lengths
 from nestsp.errors import ConfigError, InfeasibleError, did_you_mean
 from nestsp.known_models import KNOWN_MODELS, known_model
 from nestsp.shape import ModelShape, read_config_json
 from nestsp.units import format_bytes, format_count, format_seconds, plural
 
-__all__ = ["PLANNER_NAMES", "describe_cost", "dropped", "make_model", "plan_lengths", "planner_names"]
+__all__ = [
+    "PLANNER_NAMES",
+    "describe_cost",
+    "left_out",
+    "make_model",
+    "over_length_policy",
+    "plan_lengths",
+    "planner_names",
+]
 
 # "all" leaves out flexsp, which takes seconds to minutes where the others take milliseconds.
 PLANNER_NAMES = ("batch-adaptive", "basp", "disjoint", "flexsp", "nsp")
+OVER_LENGTH: tuple[OverLength, ...] = ("drop", "truncate", "error")
 _TABLE_TOKENS = 2_000_000
 _TREE_LINES = 40
 
@@ -48,6 +56,22 @@ def planner_names(text: str) -> list[str]:
                 f"{did_you_mean(name, PLANNER_NAMES)}"
             )
     return list(dict.fromkeys(names))
+
+
+def over_length_policy(text: str) -> OverLength:
+    """What ``--over-length`` asks for.
+
+    Raises:
+        ConfigError: It is none of the policies.
+    """
+    for policy in OVER_LENGTH:
+        if text == policy:
+            return policy
+    more = "splitting makes several samples of one, so split the source itself" if text == "split" else "take one"
+    raise ConfigError(
+        f"--over-length is {text!r}, but the policies are {', '.join(OVER_LENGTH)}; {more}"
+        f"{did_you_mean(text, OVER_LENGTH)}"
+    )
 
 
 def make_model(
@@ -104,6 +128,7 @@ def plan_lengths(
     planner: str,
     max_tokens: int | None,
     max_length: int | None,
+    over_length: OverLength = "drop",
     seed: int,
     memory_gib: float | None,
     network_gbit_per_s: float | None = None,
@@ -122,7 +147,7 @@ def plan_lengths(
         raise ConfigError(f"--trace is {trace}, but there is no folder {trace.absolute().parent}; make it first")
     if source not in LENGTH_TABLES and not as_json:
         print(f"reading {source}", flush=True)
-    drawn, notes = _one_batch(source, max_tokens, max_length, seed, tokenizer)
+    drawn, notes = _one_batch(source, max_tokens, max_length, over_length, seed, tokenizer)
     batch = drawn.batch
     lines = [
         f"{plural(batch.num_sequences, 'sequence')}, {plural(batch.num_tokens, 'token')}, longest "
@@ -173,7 +198,8 @@ def plan_lengths(
             "fixed_bytes": cost.memory.fixed,
             "notes": notes,
             "num_empty_dropped": drawn.num_empty,
-            "num_too_long_dropped": drawn.num_too_long,
+            "num_over_length": drawn.num_too_long,
+            "over_length": over_length,
         }
         bounds = {"makespan_s": bound.makespan_s, "ideal_s": bound.ideal_s, "num_microbatches": bound.num_microbatches}
         print(json.dumps({**about, "bound": bounds, "planners": [row.to_json(bound) for row in rows]}))
@@ -188,28 +214,38 @@ def plan_lengths(
 
 
 def _one_batch(
-    source: str, max_tokens: int | None, max_length: int | None, seed: int, tokenizer: str
+    source: str,
+    max_tokens: int | None,
+    max_length: int | None,
+    over_length: OverLength,
+    seed: int,
+    tokenizer: str,
 ) -> tuple[Drawn, list[str]]:
     """One batch, and what there is to say about where it came from."""
     if source in LENGTH_TABLES:
         tokens = _TABLE_TOKENS if max_tokens is None else max_tokens
-        (drawn,), lengths = draw_batches(source, 1, max_tokens=tokens, max_length=max_length, seed=seed)
+        (drawn,), lengths = draw_batches(
+            source, 1, max_tokens=tokens, max_length=max_length, over_length=over_length, seed=seed
+        )
     else:
         lengths = open_lengths(source, num_samples=0, seed=seed, tokenizer=tokenizer)
-        drawn = draw_batch(lengths.values, max_tokens=max_tokens, max_length=max_length)
-    notes = [*lengths.notes, *dropped(drawn.num_empty, drawn.num_too_long, max_length)]
+        drawn = draw_batch(lengths.values, max_tokens=max_tokens, max_length=max_length, over_length=over_length)
+    notes = [*lengths.notes, *left_out(drawn.num_empty, drawn.num_too_long, max_length, over_length)]
     left = len(lengths.values) - drawn.stop
     if left and source not in LENGTH_TABLES:
         notes.append(f"the batch is full: {plural(left, 'sequence')} of {source} are left for later steps")
     return drawn, notes
 
 
-def dropped(num_empty: int, num_too_long: int, max_length: int | None) -> Sequence[str]:
-    """A line about what was left out; none if nothing was."""
-    parts = []
-    if num_empty:
-        parts.append(plural(num_empty, "empty sequence"))
+def left_out(num_empty: int, num_too_long: int, max_length: int | None, over_length: OverLength) -> list[str]:
+    """A line for each kind of sequence that is not in a batch as it is in the source; none if all are.
+
+    >>> left_out(1, 2, 4096, "truncate")
+    ['warning: dropped 1 empty sequence', 'warning: truncated 2 sequences over 4,096 tokens']
+    """
+    lines = [f"warning: dropped {plural(num_empty, 'empty sequence')}"] if num_empty else []
     if num_too_long:
         assert max_length is not None
-        parts.append(f"{plural(num_too_long, 'sequence')} over {plural(max_length, 'token')}")
-    return [f"warning: dropped {' and '.join(parts)}"] if parts else []
+        done = {"drop": "dropped", "truncate": "truncated"}[over_length]
+        lines.append(f"warning: {done} {plural(num_too_long, 'sequence')} over {plural(max_length, 'token')}")
+    return lines

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nestsp.batch import SequenceBatch
-from nestsp.cli.plan import describe_cost, dropped, make_model, planner_names
+from nestsp.cli.plan import describe_cost, left_out, make_model, planner_names
 from nestsp.cluster import Cluster
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import CostProfile
-from nestsp.data.lengths import draw_batches
+from nestsp.data.lengths import OverLength, draw_batches
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.units import format_count
 
@@ -47,6 +47,7 @@ def simulate_cells(
     planner: str,
     max_tokens: int,
     max_length: int | None,
+    over_length: OverLength = "drop",
     seed: int,
     memory_gib: float | None = None,
     network_gbit_per_s: float | None = None,
@@ -75,7 +76,12 @@ def simulate_cells(
         for cluster, model in itertools.product(clusters, models)
     }
     say: Callable[[str], None] = (lambda text: None) if as_json or as_markdown else lambda text: print(text, flush=True)
-    drawing: dict[str, Any] = {"max_length": max_length, "seed": seed, "tokenizer": tokenizer}
+    drawing: dict[str, Any] = {
+        "max_length": max_length,
+        "over_length": over_length,
+        "seed": seed,
+        "tokenizer": tokenizer,
+    }
     notes, questions = [], []
     for source in sources:
         say(f"reading {source}")
@@ -86,7 +92,8 @@ def simulate_cells(
             f"{format_count(max_tokens)} tokens, {format_count(sum(b.num_sequences for b in batches))} sequences"
         )
         notes += lengths.notes
-        notes += dropped(sum(d.num_empty for d in drawn), sum(d.num_too_long for d in drawn), max_length)
+        num_empty, num_too_long = sum(d.num_empty for d in drawn), sum(d.num_too_long for d in drawn)
+        notes += left_out(num_empty, num_too_long, max_length, over_length)
         questions += [_Question(f"{source}, {m}, {c}", cost, batches) for (c, m), cost in costs.items()]
     about = [*notes, *dict.fromkeys(describe_cost(cost) for cost in costs.values())]
     say("\n".join(about) + "\nestimated, nothing is run; planning ...")

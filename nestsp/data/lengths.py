@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ __all__ = [
     "Drawn",
     "LengthTable",
     "Lengths",
+    "OverLength",
     "draw_batch",
     "draw_batches",
     "open_lengths",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int64]
+OverLength = Literal["drop", "truncate", "error"]
 
 # Longer than anything; below it every product in the cost model is exact enough in float64.
 _MOST_TOKENS = 2**40
@@ -132,7 +134,7 @@ class Drawn:
     Attributes:
         batch: The sequences; ids are places in the source.
         num_empty: Sequences without tokens that were dropped.
-        num_too_long: Sequences over the limit that were dropped.
+        num_too_long: Sequences over the limit, which were dropped or truncated.
         stop: How many sequences of the source were looked at, from its beginning; the next batch starts there.
     """
 
@@ -195,6 +197,7 @@ def draw_batch(
     *,
     max_tokens: int | None,
     max_length: int | None,
+    over_length: OverLength = "drop",
     start: int = 0,
     order: Sequence[int] | None = None,
 ) -> Drawn:
@@ -203,14 +206,16 @@ def draw_batch(
     Args:
         lengths: All lengths of the source.
         max_tokens: Tokens of the batch; None for all sequences.
-        max_length: Longer ones are dropped and counted; None for no limit.
+        max_length: The limit of a sequence; None for none.
+        over_length: What becomes of longer ones, which are counted: ``drop``, ``truncate``, or ``error``.
         start: Where in the order to begin.
         order: Places in the source in the order in which they are taken; None for the source's own.
 
     Raises:
-        DataError: No sequence is left.
+        DataError: No sequence is left, or one is longer than the limit and that is an error.
     """
     ids: list[int] = []
+    taken: list[int] = []
     total = empty = too_long = 0
     stop = num_left = len(lengths)
     for position in range(start, len(lengths)):
@@ -218,19 +223,30 @@ def draw_batch(
         length = int(lengths[place])
         if length == 0:
             empty += 1
-        elif max_length is not None and length > max_length:
+            continue
+        is_longer = max_length is not None and length > max_length
+        if is_longer and over_length == "drop":
             too_long += 1
-        elif max_tokens is not None and ids and total + length > max_tokens:
+            continue
+        if max_length is not None and is_longer:
+            if over_length == "error":
+                raise DataError(
+                    f"sequence {place} has {length:,} tokens, but the limit is {max_length:,} and longer ones are an "
+                    "error; raise the limit, or drop or truncate them"
+                )
+            length = max_length
+        if max_tokens is not None and ids and total + length > max_tokens:
             stop = position
             break
-        else:
-            ids.append(place)
-            total += length
+        too_long += is_longer
+        ids.append(place)
+        taken.append(length)
+        total += length
     if not ids:
         long = "" if max_length is None else f" and {too_long:,} are longer than {max_length:,} tokens"
         remedy = "give another source" if not too_long else "raise the limit"
         raise DataError(f"none of {plural(num_left - start, 'sequence')} is left: {empty:,} are empty{long}; {remedy}")
-    return Drawn(SequenceBatch(tuple(ids), tuple(int(lengths[i]) for i in ids)), empty, too_long, stop)
+    return Drawn(SequenceBatch(tuple(ids), tuple(taken)), empty, too_long, stop)
 
 
 def draw_batches(
@@ -239,6 +255,7 @@ def draw_batches(
     *,
     max_tokens: int,
     max_length: int | None,
+    over_length: OverLength = "drop",
     seed: int,
     tokenizer: str = "bytes",
 ) -> tuple[tuple[Drawn, ...], Lengths]:
@@ -248,7 +265,8 @@ def draw_batches(
         source: See `open_lengths`.
         num_batches: At most so many.
         max_tokens: Tokens of each batch.
-        max_length: Longer sequences are dropped and counted.
+        max_length: The limit of a sequence.
+        over_length: What becomes of longer ones; see `draw_batch`.
         seed: Of what is drawn from a table, and of the order of any other source.
         tokenizer: What measures texts.
 
@@ -264,11 +282,10 @@ def draw_batches(
         drawn: list[Drawn] = []
         start = 0
         while len(drawn) < num_batches and start < len(lengths.values):
-            if drawn and not _any_left(lengths.values, order, start, max_length):
+            if drawn and not _any_left(lengths.values, order, start, max_length if over_length == "drop" else None):
                 break
-            drawn.append(
-                draw_batch(lengths.values, max_tokens=max_tokens, max_length=max_length, start=start, order=order)
-            )
+            limits: dict[str, Any] = {"max_tokens": max_tokens, "max_length": max_length, "over_length": over_length}
+            drawn.append(draw_batch(lengths.values, **limits, start=start, order=order))
             start = drawn[-1].stop
         # The last batch of what was drawn from a table may have ended only because the draw did.
         if source not in LENGTH_TABLES or start < len(lengths.values):

@@ -106,7 +106,18 @@ def test_a_limit_drops_and_counts_what_is_longer(
     lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(monkeypatch, lengths, "--planner", "nsp", "--max-length", 8_500) == 0
-    assert "warning: dropped 1 empty sequence and 2 sequences over 8,500 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: dropped 1 empty sequence\nwarning: dropped 2 sequences over 8,500 tokens\n" in said
+
+
+def test_truncating_keeps_the_sequences_and_says_how_many_were_cut(
+    lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--planner", "nsp", "--max-length", 8_500, "--over-length", "truncate")
+    assert plan(monkeypatch, lengths, *options) == 0
+    said = capsys.readouterr().out
+    assert "\n44 sequences, 68,000 tokens, longest 8,500;" in said
+    assert "warning: truncated 2 sequences over 8,500 tokens\n" in said
 
 
 def test_a_full_batch_says_what_is_left_for_later(
@@ -153,6 +164,9 @@ def test_the_model_may_be_a_config_json(
         (["--network", "inf"], "--network is inf, but it must be a number above 0"),
         (["--memory", "1"], "InfeasibleError: the model needs"),
         (["--memory", "26"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
+        (["--max-length", "9000", "--over-length", "error"], "sequence 0 has 60,000 tokens, but the limit is 9,000"),
+        (["--over-length", "split"], "the policies are drop, truncate, error; splitting makes several samples of one"),
+        (["--over-length", "trunc"], "did you mean 'truncate'?"),
         (["--max-length", "500"], "none of 45 sequences is left: 1 are empty and 44 are longer than 500 tokens"),
         (["--trace", "no/such/folder/trace.json"], "there is no folder"),
     ],

@@ -105,6 +105,17 @@ def test_a_batch_takes_samples_in_order_and_counts_what_it_drops() -> None:
     assert following.batch.ids == (4, 5)
 
 
+def test_what_is_over_the_limit_is_dropped_truncated_or_refused_and_counted() -> None:
+    lengths = np.array([10, 5000])
+    dropped = draw_batch(lengths, max_tokens=None, max_length=4096)
+    truncated = draw_batch(lengths, max_tokens=None, max_length=4096, over_length="truncate")
+    assert (dropped.batch.lengths, dropped.num_too_long) == ((10,), 1)
+    assert (truncated.batch.lengths, truncated.num_too_long) == ((10, 4096), 1)
+    with pytest.raises(DataError, match="sequence 1 has 5,000 tokens, but the limit is 4,096"):
+        draw_batch(lengths, max_tokens=None, max_length=4096, over_length="error")
+    assert draw_batch(lengths, max_tokens=4000, max_length=4096, over_length="truncate").num_too_long == 0
+
+
 def test_a_batch_of_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="none of 2 sequences is left: 1 are empty and 1 are longer than 50 tokens"):
         draw_batch(np.array([0, 90]), max_tokens=8, max_length=50)
