@@ -13,6 +13,8 @@ from nestsp.report.simulation import Simulation
 __all__ = ["check_chart", "draw_chart"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
+# Lines of kinds of cells; beyond these no one could tell them apart.
+_STYLES = ("-", ":", "--", "-.")
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
@@ -62,35 +64,38 @@ def _draw_cells(axes: Any, simulation: Simulation, planners: list[str]) -> None:
     place, ticks, labels = 0.0, [], []
     for cell in simulation.cells:
         over = BEST_STATIC if cell.best_static_degree is not None else ADAPTIVE
-        start = place
-        for planner in planners:
-            ratio = None if cell.why_not else cell.speedup(planner, over)
-            if ratio is None:
-                reason = "nothing fits" if cell.why_not else "no plan of every batch"
-                axes.text(0.02, place, f" {planner}: {reason}", va="center", fontsize=7)
-            else:
-                errors = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
-                colour = _COLOURS[planners.index(planner) % len(_COLOURS)]
-                axes.barh(place, ratio.value, 0.8, xerr=errors, color=colour, capsize=2, label=planner)
-                axes.text(0.03, place, f"{planner}  {ratio.value:.2f} x", va="center", fontsize=7, color="white")
+        basis = (
+            f"best static: {cell.best_static_degree}" if over == BEST_STATIC else "no degree fits: batch-adaptive is 1"
+        )
+        basis = "nothing fits" if cell.why_not else basis
+        axes.text(0.01, place, f"{cell.name} ({basis})", va="center", fontsize=8, fontweight="bold")
+        for planner in () if cell.why_not else planners:
             place += 1
-        basis = f"best static: {cell.best_static_degree}" if over == BEST_STATIC else "no static fits: adaptive = 1"
-        ticks.append((start + place - 1) / 2)
-        labels.append(cell.name.replace(", ", "\n") + f"\n({basis})")
-        place += 0.8
+            ticks.append(place)
+            labels.append(planner)
+            ratio = cell.speedup(planner, over) if planner in cell.planned else None
+            if ratio is None:
+                axes.text(0.02, place, "no plan of every batch", va="center", fontsize=7)
+                continue
+            errors = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
+            colour = _COLOURS[planners.index(planner) % len(_COLOURS)]
+            axes.barh(place, ratio.value, 0.8, xerr=errors, color=colour, capsize=2)
+            axes.text(ratio.high, place, f"  {ratio.value:.2f} x", va="center", fontsize=7)
+        place += 1.4
     axes.set_yticks(ticks, labels, fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(place - 0.6, -0.8)
+    axes.set_xlim(0, max(1.1, axes.get_xlim()[1] * 1.06))
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("speed-up over best static, 95 % interval over batches")
     axes.set_title("Estimated speed-up", fontsize=10)
 
 
 def _draw_scaling(axes: Any, simulation: Simulation, planners: list[str]) -> None:
-    """Speed-up over batch-adaptive for each number of ranks, a line for each planner and kind of cell."""
+    """Speed-up over best static for each number of ranks, a line for each planner and kind of cell."""
     kinds: dict[str, list[Cell]] = {}
     for cell in simulation.scaling:
         kinds.setdefault(cell.name.rpartition(", ")[0], []).append(cell)
-    for style, (kind, cells) in zip("-:", list(kinds.items())[:2], strict=False):
+    for style, (kind, cells) in zip(_STYLES, kinds.items(), strict=False):
         for planner in planners:
             points = [
                 (cell.cost.tree.num_ranks, ratio.value)
@@ -98,11 +103,15 @@ def _draw_scaling(axes: Any, simulation: Simulation, planners: list[str]) -> Non
                 if not cell.why_not and (ratio := cell.speedup(planner, BEST_STATIC)) is not None
             ]
             colour = _COLOURS[planners.index(planner) % len(_COLOURS)]
+            if not points:
+                continue
             axes.plot(*zip(*points, strict=True), style, marker="o", color=colour, label=f"{planner}, {kind}")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([cell.cost.tree.num_ranks for cell in simulation.scaling])
+    axes.set_xticks(sorted({cell.cost.tree.num_ranks for cell in simulation.scaling}))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("ranks, as many tokens for each")
     axes.set_ylabel("speed-up over best static")
-    axes.legend(fontsize=7)
-    axes.set_title("Estimated, more hosts", fontsize=10)
+    if axes.lines:
+        axes.legend(fontsize=7)
+    left = f", the first {len(_STYLES)} of {len(kinds)} kinds" if len(kinds) > len(_STYLES) else ""
+    axes.set_title(f"Estimated, other numbers of hosts{left}", fontsize=10)
