@@ -22,7 +22,7 @@ from nestsp.data.lengths import draw_batches
 from nestsp.known_models import known_model
 from nestsp.planners.ground import cost_ground
 from nestsp.report.comparison import COSTED_PLANNERS
-from nestsp.report.tables import format_table
+from nestsp.report.tables import format_markdown
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
 from nestsp.units import format_count, format_seconds
@@ -70,23 +70,21 @@ def measure(num_ranks: int, num_batches: int) -> tuple[list[list[str]], float]:
 
 
 def main() -> None:
-    """Plan ever larger batches, and print the table."""
+    """Plan ever larger batches, and print the table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--up-to", type=int, default=16_384, help="the most ranks")
     parser.add_argument("--seconds", type=float, default=60.0, help="stop when a batch takes longer to plan")
     parser.add_argument("--batches", type=int, default=1, help="batches of each size")
     given = parser.parse_args()
-    print(where())
-    body: list[list[str]] = []
-    num_ranks, stopped = 64, ""
-    while num_ranks <= given.up_to and not stopped:
+    print(f"{where()}\n\n{format_markdown(HEAD, [])}")
+    num_ranks = 64
+    while num_ranks <= given.up_to:
         lines, slowest = measure(num_ranks, given.batches)
-        body += lines
-        print(f"{num_ranks:,} ranks planned", flush=True)
+        print("\n".join(format_markdown(HEAD, lines).splitlines()[2:]), flush=True)
         if slowest > given.seconds and num_ranks * 4 <= given.up_to:
-            stopped = f"\nstopped: planning a batch for {num_ranks:,} ranks took {slowest:.0f} s of CPU time"
+            print(f"\nstopped: planning a batch for {num_ranks:,} ranks took {slowest:.0f} s of CPU time")
+            break
         num_ranks *= 4
-    print(format_table(HEAD, body) + stopped)
 
 
 if __name__ == "__main__":
