@@ -345,7 +345,7 @@ def cut_by_tokens(batch: SequenceBatch, num_parts: int, first: float | None = No
     lengths = np.array([batch.lengths[i] for i in order])
     ends = np.cumsum(lengths)
     begins = (ends - lengths) / ends[-1]
-    if first is not None and num_parts > 1:  # stretch the first run, and shrink the others
+    if first is not None and 0 < first < 1 and num_parts > 1:  # stretch the first run, and shrink the others
         equal = 1 / num_parts
         begins = np.where(begins < first, begins / first * equal, equal + (begins - first) / (1 - first) * (1 - equal))
     part_of = np.minimum((begins * num_parts).astype(int), num_parts - 1)
