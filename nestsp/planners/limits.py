@@ -31,6 +31,8 @@ Floats = npt.NDArray[np.float64]
 
 # A cap is met to the token: this far below one token, rounding of sums must not count as passing it.
 _ROUNDING = 1e-9
+# Bytes per token, so few that there is always room.
+_NOTHING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def run_ground(cost: CostModel, can: Capabilities, max_tokens_per_rank: int | No
     ground = cost_ground(cost)
     if can.num_kept_layers:
         ground = _keep_layers(ground, cost)
+    elif can.num_kept_layers == 0:
+        ground = dataclasses.replace(ground, layer_s=0.0, layer_bytes=0.0)
     if max_tokens_per_rank is not None:
         per_token = ground.bytes_per_token
         each = ground.free_bytes / max_tokens_per_rank * (1 - _ROUNDING)
@@ -134,7 +138,7 @@ def _check_longest(ground: Ground, batch: SequenceBatch, remedy: str) -> None:
 
 
 def _keep_layers(ground: Ground, cost: CostModel) -> Ground:
-    """The same prices of time, and the bytes of plans in which every layer keeps everything."""
+    """The same prices of time, all layers' recompute spared, and the bytes of plans that keep every layer whole."""
     memory, tree, layers = cost.memory, cost.tree, cost.shape.num_layers
     local = layers * memory.layer_local
     num_bytes = []
@@ -146,7 +150,13 @@ def _keep_layers(ground: Ground, cost: CostModel) -> Ground:
         num_bytes.append((local + memory.gradients) / degree + exchanged)
     free = cost.memory_per_rank_bytes - memory.fixed
     at_loss = (free - memory.loss_slice) / (local + memory.loss_hidden)
-    return dataclasses.replace(ground, bytes_per_token=tuple(num_bytes), free_bytes=min(free, at_loss * num_bytes[-1]))
+    return dataclasses.replace(
+        ground,
+        bytes_per_token=tuple(num_bytes),
+        free_bytes=min(free, at_loss * num_bytes[-1]),
+        token_bytes=0.0,  # all layers are kept, whatever is held: it is paid above
+        layer_bytes=_NOTHING,
+    )
 
 
 def _finish(plan: Plan, cost: CostModel, can: Capabilities, spend: Callable[[Plan], Plan]) -> Plan:
