@@ -105,7 +105,8 @@ class Ground:
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
         linear = np.array(self.linear_s) + np.array(self.exchange_s)
-        return linear[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        seconds: Floats = linear[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        return seconds
 
     def bytes(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences]; a split sequence counts a token more for each rank, since parts are whole."""
@@ -147,7 +148,8 @@ class Ground:
         held = np.maximum(held - 1.0, 0.0)  # shares of a stream differ by one token
         kept = self.kept_layers(held.max(axis=1))[:, None]
         least: Floats = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
-        return float(np.maximum(least, self.gathers_s).sum()) + self.fixed_s * num_microbatches
+        total = float(np.maximum(least, self.gathers_s).sum())
+        return total + self.fixed_s * num_microbatches
 
     def least_microbatches(self, batch: SequenceBatch) -> int:
         """The least number of microbatches that memory admits."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,9 @@ _DIFFERENCES = (-0.3, -0.15, 0.15, 0.3, 0.5, 0.75, 1.0)
 # A target that is not kept may be so much larger the next time, and the total is found to this fraction.
 _WIDER = (1.02, 1.08, 1.3, 2.0, 5.0)
 _PRECISION = 1.5e-3
+# Sequences placed by all packings of one guess and number of microbatches, and how many packings there are at least.
+_PLACED = 24_000
+_PACKINGS = 3
 # Numbers of microbatches that are tried, and how many packings are judged of all.
 _NUMBERS = 3
 _FINALISTS = 4
@@ -92,21 +96,21 @@ class NestedGroups:
         searches = [_Search.of(ground, batch, guess) for guess in ground.guesses]
         found: list[tuple[float, Packing]] = []
         least = ground.least_microbatches(batch)
-        numbers = 0
+        best_s, numbers = math.inf, 0
         for number in range(least, least + batch.num_sequences + 2):
-            before = len(found)
-            if found and number * (ground.gathers_s + ground.fixed_s) >= min(found, key=_first)[0]:
+            if number * (ground.gathers_s + ground.fixed_s) >= best_s:
                 break
+            here: list[tuple[float, Packing]] = []
             for search in searches:
-                if (
-                    ground.layer_bytes
-                    or not found
-                    or search.least_s(math.inf) + number * ground.fixed_s < min(found, key=_first)[0]
-                ):
-                    found += [(search.estimate_s(packing), packing) for packing in search.best(number)]
-            numbers += len(found) > before or bool(before)
-            if numbers == _NUMBERS:
+                nothing_lost = search.least_s(math.inf) + number * ground.fixed_s
+                if ground.layer_bytes or nothing_lost < best_s:
+                    here += [(search.estimate_s(packing), packing) for packing in search.best(number)]
+            found += here
+            numbers += bool(found)
+            this_s = min((seconds for seconds, _ in here), default=math.inf)
+            if numbers == _NUMBERS or (found and this_s >= best_s):
                 break
+            best_s = min(best_s, this_s)
         return [packing for _, packing in sorted(found, key=_first)[:_FINALISTS]]
 
 
@@ -162,11 +166,12 @@ class _Search:
             total = self.least_s(even)
             if math.isfinite(total):
                 even = total / num_microbatches
-            else:  # the longest sequence alone takes longer
-                even *= 1.3
-        equal = best = self._bisect(num_microbatches, even, 0.0, None)
+            else:  # some sequence takes longer at any degree
+                even = max(even, float(np.where(np.isfinite(self.work), self.seconds, np.inf).min(axis=0).max()))
+        tries = iter(range(max(_PACKINGS, _PLACED // len(self.order))))
+        equal = best = self._bisect(num_microbatches, even, 0.0, None, tries)
         for longer in self._differences(even) if num_microbatches > 1 else ():
-            best = self._bisect(num_microbatches, even, longer, best)
+            best = self._bisect(num_microbatches, even, longer, best, tries)
         return [packing for packing in (equal, best if best is not equal else None) if packing is not None]
 
     def _differences(self, even_s: float) -> list[float]:
@@ -176,7 +181,9 @@ class _Search:
         own = sorted({float(t) - even_s for t in times if even_s < t < 5 * even_s})
         return [*own, *(part * even_s for part in _DIFFERENCES)]
 
-    def _bisect(self, num_microbatches: int, even_s: float, longer_s: float, best: Packing | None) -> Packing | None:
+    def _bisect(
+        self, num_microbatches: int, even_s: float, longer_s: float, best: Packing | None, tries: Iterator[int]
+    ) -> Packing | None:
         """The packing with the least total of this difference, or the best so far if that is no worse."""
         low = max(self.least_s(even_s + max(longer_s, 0.0)), abs(longer_s))
         if not math.isfinite(low):
@@ -184,16 +191,18 @@ class _Search:
         highs = [low * wider for wider in _WIDER]
         if best is not None:
             highs = [best.slowest_s * (1 - _PRECISION)]
-            if highs[0] <= low:
+            if highs[0] <= low or next(tries, None) is None:
                 return best
         for high in highs:
+            if best is None and longer_s and next(tries, None) is None:
+                return None
             packing = self._pack(num_microbatches, high, longer_s)
             if packing is not None:
                 break
             low = high
         else:
             return best
-        while packing.slowest_s > low * (1 + _PRECISION):
+        while packing.slowest_s > low * (1 + _PRECISION) and next(tries, None) is not None:
             middle = math.sqrt(low * packing.slowest_s)
             closer = self._pack(num_microbatches, middle, longer_s)
             if closer is None:
