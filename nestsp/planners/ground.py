@@ -148,8 +148,8 @@ class Ground:
         held = np.maximum(held - 1.0, 0.0)  # shares of a stream differ by one token
         kept = self.kept_layers(held.max(axis=1))[:, None]
         least: Floats = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
-        total = float(np.maximum(least, self.gathers_s).sum())
-        return total + self.fixed_s * num_microbatches
+        lasts = float(np.maximum(least, self.gathers_s).sum())
+        return lasts + self.fixed_s * num_microbatches
 
     def least_microbatches(self, batch: SequenceBatch) -> int:
         """The least number of microbatches that memory admits."""
