@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,4 +90,7 @@ if __name__ == "__main__":
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; this process ends with its input
-    _serve(sys.stdin, lambda text: print(text, flush=True))
+    # HiGHS prints its name when it is first used; only answers may reach the rank that reads them.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _serve(sys.stdin, lambda text: print(text, file=answers, flush=True))
