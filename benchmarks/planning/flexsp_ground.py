@@ -4,8 +4,8 @@
 
 Prints ms of each planner, nothing streamed, beside the reference and the communication-free bound; then what streaming
 makes of the plans of nsp, and what overlapping the linear part as well would make of them at best. The 2,048 lengths
-and the reference times lie in ``flexsp_batches.json``, with their source. ``--flexsp`` also solves the programmes, which
-takes minutes. ``--lengths FILE --seed N`` draws four other batches from a corpus (.npz of lengths) instead.
+and the reference times lie in ``flexsp_batches.json``, with their source. ``--flexsp`` also solves the programmes,
+which takes minutes. ``--lengths FILE --seed N`` draws four other batches from a corpus (.npz of lengths) instead.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Ground:
 
     def floor_s(self, packing: Packing, lengths: Floats) -> float:
         """Seconds that no finished plan of a packing undercuts, if no rank has two groups."""
-        num_microbatches, num_ranks = packing.loads_s.shape
+        num_microbatches, num_ranks = len(packing.loads_s), self.tree.num_ranks
         seconds, levels = self.floor.seconds(lengths), np.array(packing.levels, dtype=np.int64)
         numbers, groups = (np.array(each, dtype=np.int64) for each in (packing.microbatches, packing.groups))
         busy, held = np.zeros((num_microbatches, num_ranks)), np.zeros((num_microbatches, num_ranks))
