@@ -284,7 +284,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: 
         (3, ()),
         (4, ("planner.name=static", "planner.max_tokens_per_rank=null")),
         (4, ("planner.name=basp",)),
-        (4, ("planner.name=flexsp", "cluster.profile=h100")),
+        (4, ("planner.name=flexsp", "cluster.profile=h100", "cluster.memory_per_rank=16GiB")),
         (4, ("train.recompute=false", "planner.max_tokens_per_rank=null")),
         (4, ("planner.name=static", "planner.degree=4")),
     ],
