@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from nestsp.config import RunConfig
 
 __all__ = ["main"]
+
+# A rank that leaves the word to another one stays so long: did it leave first, torchrun might end the speaker before it
+# has spoken.
+_SILENCE_S = 30.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -275,6 +280,8 @@ def main() -> None:
         # Ranks of one host all read the same settings; one of them says what is wrong with them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"nestsp: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            time.sleep(_SILENCE_S)
         sys.exit(2)
 
 

@@ -38,9 +38,9 @@ def draw_tree(tree: GroupTree) -> list[str]:
 
     >>> print("\n".join(draw_tree(GroupTree((2, 2)))))
     2x2: degrees 4, 2, 1
-    ranks 0-3        level 0
-    ├─ ranks 0-1     level 1
-    │  ├─ rank 0     level 2
+    ranks 0-3     level 0
+    ├─ ranks 0-1  level 1
+    │  ├─ rank 0  level 2
     │  └─ rank 1
     └─ ranks 2-3
        ├─ rank 2

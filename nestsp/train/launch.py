@@ -6,6 +6,7 @@ has said itself why the job ends with 1 leaves with 3, and the launcher turns th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -34,6 +35,9 @@ EXIT_SAID = 3
 # A rank that dies makes its neighbours' collectives fail within milliseconds. They wait this long before they say so:
 # by then the launcher has ended them, and the rank that died first is the one that is heard.
 _NEIGHBOUR_PATIENCE_S = 3.0
+# A rank that leaves the word to another one stays so long. Did it leave first, the launcher might end the speaker
+# before it has spoken. Before the ranks have met, one may be far behind the others: it is still importing.
+_SILENCE_S = {"met": 3.0, "not met": 30.0}
 _NEIGHBOUR_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -90,6 +94,8 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
     before, so none is hidden.
     """
     rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_launcher()
     code = 0
     try:
         code = main()
@@ -99,6 +105,8 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
         speaks = rank == 0 if error.raised_on_all_ranks else dist.is_initialized() or os.environ["LOCAL_RANK"] == "0"
         if speaks:
             print(f"nestsp: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            time.sleep(_SILENCE_S["met" if dist.is_initialized() else "not met"])
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -113,6 +121,13 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
         # After a failure the groups may hang; the launcher ends the others.
         dist.destroy_process_group()
     os._exit(code)
+
+
+def _end_with_launcher() -> None:
+    """Let the system end this rank when its launcher is killed outright: else it would train on, alone and unseen."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
 def _report(failures: list[ProcessFailure]) -> int:

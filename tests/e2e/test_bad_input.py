@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import NESTSP, TORCHRUN, refusal, run
-from tests.e2e.runs import contents, write_run
+from tests.e2e.runs import write_run
 
 TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 
@@ -141,17 +141,6 @@ def test_a_loss_that_is_no_number_ends_all_ranks_and_keeps_what_was_saved(tmp_pa
     assert len((tmp_path / "runs" / "tiny-1" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_truncated_checkpoint_is_not_resumed_and_its_run_stays_as_it_was(tmp_path: Path) -> None:
-    write_run(tmp_path, "train.steps=1")
-    assert run(tmp_path, "train", "tiny.yaml", *TWO_RANKS).code == 0
-    part = tmp_path / "runs" / "tiny-1" / "checkpoints" / "step-000001" / "__1_0.distcp"
-    part.write_bytes(part.read_bytes()[:-1])
-    before = contents(tmp_path / "runs")
-    result = run(tmp_path, "train", "tiny.yaml", *TWO_RANKS, "--set", "train.steps=2", "--resume", "runs/tiny-1")
-    assert "__1_0.distcp has" in refusal(result)
-    assert contents(tmp_path / "runs") == before
-
-
 def test_fewer_ranks_than_asked_for_under_torchrun_is_one_sentence(tmp_path: Path) -> None:
     write_run(tmp_path)
     result = run(
@@ -163,6 +152,18 @@ def test_fewer_ranks_than_asked_for_under_torchrun_is_one_sentence(tmp_path: Pat
         "--nproc-per-node 4, or leave cluster.ranks out"
     ]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_typo_under_torchrun_is_said_by_one_rank(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    result = run(
+        tmp_path, "--standalone", "--nproc-per-node", "4", "-m", "nestsp", "train", "tiny.yaml",
+        "--set", "train.stpes=1", program=TORCHRUN,
+    )  # fmt: skip
+    assert result.code != 0
+    assert result.sentences == [
+        "nestsp: ConfigError: --set names train.stpes, but there is no such setting; did you mean 'steps'?"
+    ]
 
 
 def test_a_rank_without_torchruns_variables_is_told_which(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from tests.e2e.commands import (
 )
 from tests.e2e.runs import write_run
 
-RANKS = ("--set", "cluster.ranks=3", "--set", "train.steps=100000", "--set", "train.checkpoint_every=null")
+TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
+FOR_EVER = ("--set", "train.steps=100000", "--set", "train.checkpoint_every=null")
 
 
 def end(folder: Path, what: str, which: signal.Signals, program: Sequence[str] = NESTSP) -> Finished:
@@ -36,7 +38,7 @@ def end(folder: Path, what: str, which: signal.Signals, program: Sequence[str] =
         which: The signal.
         program: What is started.
     """
-    with started(folder, "train", "tiny.yaml", *RANKS, program=program) as process:
+    with started(folder, "train", "tiny.yaml", *TWO_RANKS, *FOR_EVER, program=program) as process:
         metrics = folder / "runs" / "tiny-1" / "metrics.jsonl"
         wait_until(
             lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 2),
@@ -45,11 +47,12 @@ def end(folder: Path, what: str, which: signal.Signals, program: Sequence[str] =
         assert process.poll() is None, process.communicate()
         family = descendants(process.pid)
         ranks = ranks_of(process.pid)
-        assert sorted(ranks) == [0, 1, 2]
+        assert sorted(ranks) == [0, 1]
         pid = {"launcher": process.pid, "rank": ranks[1], "planning": planning_process(process.pid)}[what]
         os.kill(pid, which)
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        process.wait(TIMEOUT_S)
         wait_until(lambda: not any(is_running(pid) for pid in family), "every process of the job has ended")
+        out, err = process.communicate(timeout=TIMEOUT_S)
     return Finished(process.returncode, out, err)
 
 
@@ -64,8 +67,8 @@ def test_a_rank_that_raises_ends_the_job_and_is_heard_first(tmp_path: Path) -> N
     write_run(tmp_path)
     script = Path(failing_rank.__file__)
     result = run(
-        tmp_path, "--standalone", "--nproc-per-node", "3", str(script), "train", "tiny.yaml",
-        "--set", "cluster.ranks=3", program=TORCHRUN,
+        tmp_path, "--standalone", "--nproc-per-node", "2", str(script), "train", "tiny.yaml",
+        *TWO_RANKS, program=TORCHRUN,
     )  # fmt: skip
     assert result.code == 1
     said = [line for line in result.err.splitlines() if line.startswith("[rank ")]
@@ -93,3 +96,9 @@ def test_a_launcher_that_is_told_to_end_ends_all_its_processes(tmp_path: Path, w
     result = end(tmp_path, "launcher", which)
     assert result.code == 128 + which.value
     assert result.err == f"nestsp: ended by {which.name}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert end(tmp_path, "launcher", signal.SIGKILL).code == -signal.SIGKILL

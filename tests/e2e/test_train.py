@@ -24,11 +24,12 @@ from nestsp.config import load_config
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.model.adapter import build_model, model_config
 from nestsp.plan import Plan
-from tests.e2e.commands import NESTSP, TIMEOUT_S, TORCHRUN, Finished, environment, run, started
-from tests.e2e.runs import losses, read_lines, read_plans, tiny, write_run
+from tests.e2e.commands import NESTSP, TIMEOUT_S, TORCHRUN, Finished, environment, refusal, run, started
+from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write_run
 
 # Every order of adding up is another rounding; float32 losses near 5.5 after a few steps.
 ROUNDING = 2e-5
+TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 KEYS = {
     "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s", "step_s",
     "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "wait_s",
@@ -157,7 +158,7 @@ def test_resume_auto_goes_on_in_the_same_folder_from_the_exported_weights(
     exported = AutoModelForCausalLM.from_pretrained(first_run / "hf", dtype=torch.float32)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = tmp_path / "runs" / "tiny-1"
-    result = run(tmp_path, "train", "tiny.yaml", "--set", "train.steps=7", "--resume", "auto")
+    result = run(tmp_path, "train", "tiny.yaml", *TWO_RANKS, "--set", "train.steps=7", "--resume", "auto")
     assert result.code == 0, result.err
     assert result.err == ""
     assert "runs/tiny-1, from step-000006" in result.out
@@ -168,13 +169,24 @@ def test_resume_auto_goes_on_in_the_same_folder_from_the_exported_weights(
     assert losses(resumed)[6] == pytest.approx(mean_loss(exported, samples, read_plans(resumed)[6]), abs=2e-6)
 
 
+def test_a_truncated_checkpoint_is_not_resumed_and_its_run_stays_as_it_was(
+    folder: Path, first_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    [part] = (tmp_path / "runs").glob("tiny-1/checkpoints/step-000006/__3_*.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    before = contents(tmp_path / "runs")
+    result = run(tmp_path, "train", "tiny.yaml", *TWO_RANKS, "--set", "train.steps=7", "--resume", "runs/tiny-1")
+    assert refusal(result).startswith(f"CheckpointError: runs/tiny-1/checkpoints/step-000006/{part.name} has ")
+    assert contents(tmp_path / "runs") == before
+
+
 def test_a_second_start_on_a_terminal_has_a_bar_and_its_own_folder(folder: Path, first_run: Path) -> None:
     before = (first_run / "metrics.jsonl").read_bytes()
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
-        [*NESTSP, "train", "tiny.yaml", "--set", "train.steps=2", "--set", "cluster.ranks=2",
-         "--set", "planner.max_tokens_per_rank=100"],
+        [*NESTSP, "train", "tiny.yaml", "--set", "train.steps=2", *TWO_RANKS],
         cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
