@@ -9,7 +9,9 @@ Targets: at most half of the bytes, at most the time.
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import make_executor, quickstart, ratio, where
-from nestsp.cluster import GroupTree
+from nestsp.cluster import Cluster, GroupTree
 from nestsp.data.samples import num_targets, open_samples
 from nestsp.data.stream import DataState, SampleStream
+from nestsp.execute.capability import executor_capabilities
 from nestsp.plan import Plan
-from nestsp.planners import NspPlanner, StaticPlanner
+from nestsp.planners.task import PlanningTask
 from nestsp.train.update import make_optimizer, update
 
 CAP = 4608
+PROFILE = str(Path(__file__).parent.parent / "examples" / "slow-links.yaml")
 TOKENS_PER_STEP = 24_576
 NUM_BATCHES = 10
 LEAST_SHARE = 0.25
@@ -61,10 +65,19 @@ def main() -> None:
     optimizer = make_optimizer(executor.root, config.train, fused=False)
     samples = open_samples(config.data)
     stream = SampleStream(samples.lengths, seed=1, tokens_per_step=TOKENS_PER_STEP)
-    planners = (
-        NspPlanner(tree, executor.shape, CAP),
-        StaticPlanner(tree, executor.shape, CAP, degree=2),
+    nested = PlanningTask(
+        planner="nsp",
+        degree=None,
+        max_tokens_per_rank=CAP,
+        shape=executor.shape,
+        cluster=Cluster(1, 2),
+        tree=tree,
+        profile=PROFILE,
+        memory_per_rank_bytes=4 * 2**30,
+        can=executor_capabilities(executor.shape, recompute=True),
+        element_bytes=4,
     )
+    solvers = (nested.solver(), dataclasses.replace(nested, planner="static", degree=2).solver())
     counter = BytesSent(rank)
 
     def measure(plan: Plan) -> tuple[float, int]:
@@ -85,7 +98,7 @@ def main() -> None:
         share = sum(n for n in batch.lengths if n > CAP) / batch.num_tokens
         if share < LEAST_SHARE:
             continue
-        plans = [planner.plan(batch) for planner in planners]
+        plans = [solve(batch).plan for solve in solvers]
         if number == 0:
             for plan in plans:
                 measure(plan)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nestsp.errors import ConfigError, did_you_mean
+from nestsp.units import parse_bytes
 
 __all__ = [
     "ClusterConfig",
@@ -111,19 +112,55 @@ class ClusterConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto takes GPUs if there is one for every rank of the host"
     )
+    profile: str | None = Field(
+        None,
+        description="cost profile that plans are made for: a preset's name or the path of a file; null for the preset "
+        "of the device's name, or cpu. A run keeps the one it began with",
+    )
+    memory_per_rank: PositiveInt | str | None = Field(
+        None,
+        description="hard limit: bytes that a rank may use, or text such as 70GiB; null for 90 % of the free GPU "
+        "memory, without GPUs for 70 % of the host's free memory over its ranks. A run keeps what it began with",
+    )
     timeout_s: PositiveFloat = Field(
         600.0, description="seconds after which a collective that does not end is an error"
     )
+
+    @field_validator("memory_per_rank")
+    @classmethod
+    def _in_bytes(cls, value: int | str | None) -> int | None:
+        if isinstance(value, str):
+            try:
+                num_bytes = parse_bytes(value)
+            except ValueError:
+                num_bytes = 0
+            if num_bytes < 1:
+                raise ValueError(
+                    f"cluster.memory_per_rank is {value!r}, but it must be bytes or a number with a unit; write it as "
+                    "70GiB, or leave it out"
+                )
+            return num_bytes
+        return value
 
 
 class PlannerConfig(_Section):
     """How a batch is placed on the groups."""
 
-    name: str = Field("nsp", description="the planner: nsp (nested groups) or static (one degree for all)")
-    degree: PositiveInt | None = Field(None, description="ranks a sequence is split over; for the static planner only")
-    max_tokens_per_rank: PositiveInt = Field(
-        description="hard cap: tokens that one rank holds in one microbatch, after splitting; a sequence of 4,096 on 4 "
-        "ranks needs 1,024"
+    name: str = Field(
+        "nsp",
+        description="the planner: nsp (nested groups), static (one degree for the run), batch-adaptive (the best one "
+        "for each batch), basp (one for each microbatch, by its number of sequences) or flexsp (disjoint groups of "
+        "several degrees)",
+    )
+    degree: PositiveInt | None = Field(
+        None,
+        description="ranks a sequence is split over, for the static planner only; null for the one with which 20 "
+        "sampled batches are estimated fastest",
+    )
+    max_tokens_per_rank: PositiveInt | None = Field(
+        None,
+        description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
+        "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
 
 
@@ -181,7 +218,7 @@ class RunConfig(_Section):
     model: ModelConfig
     data: DataConfig
     cluster: ClusterConfig = ClusterConfig()
-    planner: PlannerConfig
+    planner: PlannerConfig = PlannerConfig()
     train: TrainConfig
 
 

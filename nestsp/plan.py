@@ -18,7 +18,7 @@ from nestsp.cluster import Group, GroupTree, share
 from nestsp.errors import ConfigError, DataError, InfeasibleError, PlanError
 from nestsp.units import format_count, plural
 
-__all__ = ["Keep", "Microbatch", "Placement", "Plan"]
+__all__ = ["Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
 
 Keep = Literal["none", "output"]
 _FORMAT = 1
@@ -295,6 +295,45 @@ class Plan:
         lengths = sorted((self.batch.lengths[s] for s in placement.sequences), reverse=True)
         shown = " ".join(format_count(n) for n in lengths[:6]) + (" ..." if len(lengths) > 6 else "")
         return f"{plural(len(lengths), 'sequence')}, {plural(sum(lengths), 'token')}: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor can run of all that a plan can say. The default is everything.
+
+    Attributes:
+        rings: Groups may be rings or hybrids.
+        kept_outputs: A group may keep its attention's output for the recompute.
+        num_kept_layers: The one number of layers that keep everything; None for any.
+    """
+
+    rings: bool = True
+    kept_outputs: bool = True
+    num_kept_layers: int | None = None
+
+    def check(self, plan: Plan) -> None:
+        """Prove that a plan asks for nothing else.
+
+        Raises:
+            PlanError: It does.
+        """
+        for number, placement in plan.placements():
+            where = f"microbatch {number}, {placement.group}"
+            if placement.ring_degree != 1 and not self.rings:
+                raise PlanError(
+                    f"{where} has ring degree {placement.ring_degree}, but this executor runs Ulysses groups alone; "
+                    "plan with ring degree 1"
+                )
+            if placement.keep != "none" and not self.kept_outputs:
+                raise PlanError(
+                    f"{where} keeps {placement.keep!r}, but this executor repeats all attention; plan with 'none'"
+                )
+        for number, microbatch in enumerate(plan.microbatches):
+            if self.num_kept_layers not in (None, microbatch.num_kept_layers):
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this executor recomputes all "
+                    f"or none; plan with {self.num_kept_layers}"
+                )
 
 
 # JSON's true and 1.0 equal 1, but would change the digest.

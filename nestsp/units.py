@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "plural"]
+import re
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "plural"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = {unit: 1024**power for power, unit in enumerate(_BINARY)} | {
+    unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))
+}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -19,6 +24,21 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes with a unit, rounded down.
+
+    Raises:
+        ValueError: It is something else.
+
+    >>> parse_bytes("70GiB"), parse_bytes("1.5 TB"), parse_bytes("4096 B")
+    (75161927680, 1500000000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no number of bytes with a unit ({', '.join(_UNITS)}), such as 70GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def format_count(count: int) -> str:

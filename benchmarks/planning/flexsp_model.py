@@ -20,7 +20,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
-from nestsp.planners.ground import Ground
+from nestsp.planners.ground import Ground, Prices
 
 __all__ = ["GPT_7B", "GPT_13B", "GPT_30B", "FlexSPModel", "communication_free_bound_s", "flexsp_ground"]
 
@@ -109,20 +109,85 @@ def batch_time_s(model: FlexSPModel, plan: Plan) -> float:
     return float((linear + attention + exchange).max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3
 
 
+def streamed_time_s(model: FlexSPModel, plan: Plan) -> float:
+    """Time of a plan whose groups take turns, as the executor runs them; the better of two level orders.
+
+    All layers are equal, a third of the work is forward and two thirds backward, and the all-to-all is split evenly
+    into the four exchanges of a layer. A rank has one exchange at a time. It starts when its last member has issued it,
+    and overlaps the attention of the rank's other groups, neither its own group's nor the linear part.
+    """
+    orders = [plan.level_order, tuple(reversed(plan.level_order))]
+    numbers = range(len(plan.microbatches))
+    walked = [sum(_walk_s(model, plan, number, order) for number in numbers) for order in orders]
+    return min(walked) + len(plan.microbatches) * model.beta1_ms / 1e3
+
+
+def _walk_s(model: FlexSPModel, plan: Plan, number: int, level_order: tuple[int, ...]) -> float:
+    last = plan.tree.num_levels - 1
+    linear = np.zeros(plan.tree.num_ranks)
+    groups: dict[int, list[tuple[slice, float, float]]] = {}
+    for placement in plan.microbatches[number].placements:
+        degree = placement.group.degree
+        ranks = slice(placement.group.first_rank, placement.group.ranks.stop)
+        lengths = np.array([plan.batch.lengths[s] for s in placement.sequences], float)
+        linear[ranks] += model.alpha2_ms_per_token * float(lengths.sum()) / degree / 1e3
+        attention = model.alpha1_ms_per_token2 * float((lengths**2).sum()) / degree / 1e3
+        exchange = float(model.all_to_all_ms(lengths, degree).sum()) / 1e3
+        groups.setdefault(placement.group.level, []).append((ranks, attention, exchange))
+    now, links, layers = np.zeros(plan.tree.num_ranks), np.zeros(plan.tree.num_ranks), model.num_layers
+    for part in (1 / 3, 2 / 3):
+        for _ in range(layers):
+            now = now + linear * part / layers
+            arrives: dict[tuple[int, int], float] = {}
+            for turn in range(3):
+                for level in level_order:
+                    for ranks, attention, exchange in groups.get(level, ()):
+                        key = (level, ranks.start)
+                        if level == last:
+                            now[ranks] += attention * part / layers if turn == 0 else 0.0
+                            continue
+                        now[ranks] = np.maximum(now[ranks], arrives.get(key, 0.0))
+                        now[ranks] += attention * part / layers if turn == 1 else 0.0
+                        if turn < 2:
+                            start = max(float(now[ranks].max()), float(links[ranks].max()))
+                            arrives[key] = start + exchange / 4 / layers
+                            links[ranks] = arrives[key]
+    return float(now.max())
+
+
+def overlapped_time_s(model: FlexSPModel, plan: Plan) -> float:
+    """What overlapping the linear part too would give at best: a rank computes or exchanges, whichever is longer."""
+    linear, attention, exchange = rank_times_s(model, plan)
+    longer = np.maximum(linear + attention, exchange)
+    return float(longer.max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3
+
+
 def flexsp_ground(model: FlexSPModel) -> Ground:
     """The ground of the published model, on hosts of 8 ranks; nothing is streamed, memory is spent on nothing."""
     tree = Cluster(model.num_ranks // 8, 8).default_tree()
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
     one = np.ones(1)
+    linear = [model.alpha2_ms_per_token / degree / 1e3 for degree in degrees]
+    exchange = [float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees]
+    square = tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees)
+    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square)
     return Ground(
         tree=tree,
-        linear_s=tuple(model.alpha2_ms_per_token / degree / 1e3 for degree in degrees),
-        square_s=tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees),
-        exchange_s=tuple(float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees),
+        linear_s=tuple(linear),
+        square_s=square,
+        exchange_s=tuple(exchange),
         bytes_per_token=tuple(1.0 / degree for degree in degrees),
         free_bytes=model.tokens_per_rank,
         fixed_s=model.beta1_ms / 1e3,
         least_part=1.0,
+        guesses=(prices,),
+        floor=prices,
+        gathers_s=0.0,
+        layer_s=0.0,
+        layer_bytes=0.0,
+        token_bytes=1.0,
+        num_layers=0,
+        num_crossing=sum(degree > 8 for degree in degrees),
         check=lambda batch: _check(model, batch),
         finish=lambda plan: dataclasses.replace(plan),
         evaluate=lambda plan: batch_time_s(model, plan),

@@ -1,4 +1,4 @@
-"""``nestsp``: train, verify, plan, config.
+"""``nestsp``: train, verify, plan, simulate, config.
 
 The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
 """
@@ -9,13 +9,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nestsp import __version__
-from nestsp.config import RunConfig, describe_settings, load_config
 from nestsp.errors import ConfigError, NestspError
+
+if TYPE_CHECKING:
+    from nestsp.config import RunConfig
 
 __all__ = ["main"]
 
@@ -59,6 +61,8 @@ def train(
     \b
       torchrun --nproc-per-node 4 -m nestsp train CONFIG
     """  # noqa: D301  (click leaves lines after a backspace as they are)
+    from nestsp.config import load_config
+
     settings = load_config(config, set_ or ())
     if _is_rank():
         from nestsp.train.launch import run_rank
@@ -81,6 +85,8 @@ def verify(
     Run it before you trust a new model. Takes the run's own model, corpus, tree and planner, on the CPU. Exits with 1
     if anything differs by more than rounding.
     """
+    from nestsp.config import load_config
+
     settings = load_config(config, set_ or ())
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens is {max_tokens}, but a batch with a target has at least 2 tokens; raise it")
@@ -92,43 +98,141 @@ def verify(
     _launch(settings)
 
 
+LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Limit of a sequence.")]
+OverLengthOption = Annotated[
+    str, typer.Option(metavar="drop|truncate|error", help="What becomes of longer sequences; they are counted.")
+]
+PlannerOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="all, or some of batch-adaptive, basp, disjoint, flexsp (slow, not part of all), nsp, with commas.",
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, metavar="NUMBER", help="Of what is drawn from a built-in table, and of orders.")
+]
+MemoryOption = Annotated[
+    float | None, typer.Option(min=0, metavar="GIB", help="What a rank may use; by default 90 % of its device.")
+]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option(min=1e-3, metavar="GBIT_PER_S", help="A host's network cards together, if not the profile's own."),
+]
+TokenizerOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|PATH", help="Measures texts: bytes, a folder with a tokenizer.json, or a name on the Hub."
+    ),
+]
+
+
 @app.command()
 def plan(
     lengths: Annotated[
         str,
         typer.Argument(
-            metavar="LENGTHS", help="A .jsonl, .npy, .npz or .csv file of lengths, or wikipedia, github or arxiv."
+            metavar="LENGTHS",
+            help="A .jsonl, .npy, .npz, .csv or .parquet file of lengths or texts; a folder of text; stdlib; or a "
+            "built-in table: wikipedia, github, arxiv.",
         ),
     ],
-    cluster: Annotated[str, typer.Option(help="Hosts x ranks of each, and their hardware, such as 8x8:h100.")],
-    model: Annotated[str, typer.Option(help="A model's name, such as qwen3-30b-a3b, or the path of a config.json.")],
-    planner: Annotated[
-        str, typer.Option(help="all, batch-adaptive, basp, disjoint, flexsp (slow, not part of all) or nsp.")
-    ] = "all",
+    cluster: Annotated[
+        str, typer.Option(metavar="HOSTSxRANKS:HARDWARE", help="Ranks are of each host; such as 8x8:h100.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME|PATH", help="A model's name, such as qwen3-30b-a3b, or the path of a config.json."),
+    ],
+    planner: PlannerOption = "all",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the batch; a file without it is one batch.")
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Of the batch; by default 2,000,000 of a table, else all there is."),
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Drop longer sequences.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn from a built-in corpus.")] = 0,
-    memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank may use.")] = None,
+    max_length: LengthsOption = None,
+    over_length: OverLengthOption = "drop",
+    seed: SeedOption = 0,
+    memory: MemoryOption = None,
+    network: NetworkOption = None,
+    tokenizer: TokenizerOption = "bytes",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write the best plan's timeline as a Chrome trace.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best plan's timeline, for Perfetto or Chrome.")
+    ] = None,
 ) -> None:
-    """Show what each planner makes of one batch, without a GPU: time, memory, and what sits where."""
-    from nestsp.cli.plan import plan_lengths
-    from nestsp.data.lengths import LENGTH_TABLES
+    """Show what each planner makes of one batch: estimated time, memory, and what sits where. Needs no GPU."""
+    from nestsp.cli.plan import over_length_policy, plan_lengths
 
     plan_lengths(
         lengths,
         cluster=cluster,
         model=model,
         planner=planner,
-        max_tokens=2_000_000 if max_tokens is None and lengths in LENGTH_TABLES else max_tokens,
+        max_tokens=max_tokens,
         max_length=max_length,
+        over_length=over_length_policy(over_length),
         seed=seed,
         memory_gib=memory,
+        network_gbit_per_s=network,
+        tokenizer=tokenizer,
         as_json=as_json,
         trace=trace,
+    )
+
+
+@app.command()
+def simulate(
+    lengths: Annotated[
+        list[str], typer.Argument(metavar="LENGTHS", help="As of `nestsp plan`; several give several cells.")
+    ],
+    cluster: Annotated[
+        list[str], typer.Option(metavar="HOSTSxRANKS:HARDWARE", help="As of `nestsp plan`; may be repeated.")
+    ],
+    model: Annotated[list[str], typer.Option(metavar="NAME|PATH", help="As of `nestsp plan`; may be repeated.")],
+    batches: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Batches of each cell.")] = 20,
+    planner: PlannerOption = "all",
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of each batch.")] = 2_000_000,
+    max_length: LengthsOption = None,
+    over_length: OverLengthOption = "drop",
+    seed: SeedOption = 0,
+    memory: MemoryOption = None,
+    network: NetworkOption = None,
+    tokenizer: TokenizerOption = "bytes",
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Also with 20 % more and less computation and bandwidth.")
+    ] = False,
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="HOSTS,...", help="Also on so many hosts, with as many tokens for each rank."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead.")] = False,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the speed-ups, as .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Compare planners over many batches: estimated speed-ups with their spread. Needs no GPU."""
+    from nestsp.cli.plan import over_length_policy
+    from nestsp.cli.simulate import simulate_cells
+
+    simulate_cells(
+        lengths,
+        clusters=cluster,
+        models=model,
+        num_batches=batches,
+        planner=planner,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        over_length=over_length_policy(over_length),
+        seed=seed,
+        memory_gib=memory,
+        network_gbit_per_s=network,
+        tokenizer=tokenizer,
+        sensitivity=sensitivity,
+        scale=scale,
+        as_json=as_json,
+        as_markdown=as_markdown,
+        chart=chart,
     )
 
 
@@ -136,6 +240,8 @@ def plan(
 def show_config() -> None:
     """Print all settings with their types, defaults and meanings."""
     import textwrap
+
+    from nestsp.config import describe_settings
 
     for key, kind, default, meaning in describe_settings():
         if not kind:

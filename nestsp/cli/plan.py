@@ -1,69 +1,123 @@
-"""``nestsp plan``: what each planner makes of one batch, without a GPU and without torch."""
+"""``nestsp plan``: what each planner makes of one batch, without a GPU and without torch.
+
+The planners are imported only after the first lines are printed, so that those come within half a second.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import time
-from collections.abc import Callable, Mapping
+import math
 from pathlib import Path
-from typing import Protocol
 
-from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster
 from nestsp.cost.bound import lower_bound
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile, preset_names
-from nestsp.data.lengths import draw_batch, read_lengths
+from nestsp.data.lengths import LENGTH_TABLES, Drawn, OverLength, draw_batch, draw_batches, open_lengths
 from nestsp.errors import ConfigError, InfeasibleError, did_you_mean
 from nestsp.known_models import KNOWN_MODELS, known_model
-from nestsp.planners.baselines import BaspGroups, BatchAdaptive, DisjointGroups, Judged
-from nestsp.planners.flexsp import FlexSPGroups
-from nestsp.planners.ground import Ground, cost_ground
-from nestsp.planners.search import NestedGroups
-from nestsp.report.tables import PlannerRow, planner_table
-from nestsp.report.trace import write_trace
-from nestsp.schedule import make_schedule
 from nestsp.shape import ModelShape, read_config_json
-from nestsp.simulate import simulate
 from nestsp.units import format_bytes, format_count, format_seconds, plural
 
-__all__ = ["COSTED_PLANNERS", "make_model", "plan_lengths"]
-
-
-class _Judge(Protocol):
-    def judge(self, batch: SequenceBatch) -> Judged: ...
-
+__all__ = [
+    "PLANNER_NAMES",
+    "describe_cost",
+    "left_out",
+    "make_model",
+    "over_length_policy",
+    "plan_lengths",
+    "planner_names",
+]
 
 # "all" leaves out flexsp, which takes seconds to minutes where the others take milliseconds.
-COSTED_PLANNERS: Mapping[str, Callable[[Ground], _Judge]] = {
-    "batch-adaptive": BatchAdaptive,
-    "basp": BaspGroups,
-    "disjoint": DisjointGroups,
-    "flexsp": FlexSPGroups,
-    "nsp": NestedGroups,
-}
+PLANNER_NAMES = ("batch-adaptive", "basp", "disjoint", "flexsp", "nsp")
+OVER_LENGTH: tuple[OverLength, ...] = ("drop", "truncate", "error")
+_TABLE_TOKENS = 2_000_000
+_TREE_LINES = 40
 
 
-def make_model(cluster: str, model: str, memory_gib: float | None = None) -> CostModel:
+def planner_names(text: str) -> list[str]:
+    """The planners that an option asks for: ``all``, or names with commas between them.
+
+    Raises:
+        ConfigError: One of them is no planner.
+
+    >>> planner_names("all")
+    ['batch-adaptive', 'basp', 'disjoint', 'nsp']
+    """
+    if text == "all":
+        return [name for name in PLANNER_NAMES if name != "flexsp"]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in PLANNER_NAMES:
+            raise ConfigError(
+                f"--planner is {name!r}, but the planners are all, {', '.join(PLANNER_NAMES)}"
+                f"{did_you_mean(name, PLANNER_NAMES)}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def over_length_policy(text: str) -> OverLength:
+    """What ``--over-length`` asks for.
+
+    Raises:
+        ConfigError: It is none of the policies.
+    """
+    for policy in OVER_LENGTH:
+        if text == policy:
+            return policy
+    more = "splitting makes several samples of one, so split the source itself" if text == "split" else "take one"
+    raise ConfigError(
+        f"--over-length is {text!r}, but the policies are {', '.join(OVER_LENGTH)}; {more}"
+        f"{did_you_mean(text, OVER_LENGTH)}"
+    )
+
+
+def make_model(
+    cluster: str, model: str, *, memory_gib: float | None = None, network_gbit_per_s: float | None = None
+) -> CostModel:
     """The cost model of a command line.
 
     Args:
         cluster: Hosts x ranks of each, and a preset or profile: ``8x8:h100``.
         model: A known model's name, or the path of a config.json.
         memory_gib: What a rank may use, if not the profile's own.
+        network_gbit_per_s: Line rate of a host's network cards together, if not the profile's own.
 
     Raises:
         ConfigError: One of them does not parse.
     """
+    for option, value in (("--memory", memory_gib), ("--network", network_gbit_per_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} is {value}, but it must be a number above 0; correct it")
     hosts, colon, hardware = cluster.partition(":")
     if not colon:
         raise ConfigError(
             f"--cluster is {cluster!r}, but it must name its hardware, such as 8x8:h100; "
             f"there are {', '.join(preset_names())}, or the path of a profile"
         )
-    shape = known_model(model) if model.lower() in KNOWN_MODELS or not Path(model).exists() else _read_shape(model)
+    named = model.lower() in KNOWN_MODELS or not Path(model).exists()
+    shape = known_model(model) if named else ModelShape.for_planning(read_config_json(Path(model)))
+    profile = load_profile(hardware)
+    if network_gbit_per_s is not None:
+        profile = dataclasses.replace(profile, network_bytes_per_s=network_gbit_per_s * 1e9 / 8)
     limit = None if memory_gib is None else memory_gib * 2**30
-    return make_cost_model(shape, Cluster.parse(hosts), load_profile(hardware), memory_per_rank_bytes=limit)
+    return make_cost_model(shape, Cluster.parse(hosts), profile, memory_per_rank_bytes=limit)
+
+
+def describe_cost(cost: CostModel) -> str:
+    """What an estimate rests on, in two lines."""
+    network = (
+        f"network {cost.profile.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host; " if cost.comm.crosses_hosts else ""
+    )
+    num_communicators = sum(cost.tree.degree(level) > 1 for level in range(cost.tree.num_levels))
+    communicators = format_bytes(num_communicators * cost.profile.communicator_bytes)
+    return (
+        f"profile {cost.profile.name}: {cost.profile.hardware}\n"
+        f"{network}a rank may use {format_bytes(cost.memory_per_rank_bytes)}; before any token it has "
+        f"{format_bytes(cost.memory.fixed)}, {communicators} of them for {plural(num_communicators, 'communicator')}"
+    )
 
 
 def plan_lengths(
@@ -74,72 +128,124 @@ def plan_lengths(
     planner: str,
     max_tokens: int | None,
     max_length: int | None,
+    over_length: OverLength = "drop",
     seed: int,
     memory_gib: float | None,
-    as_json: bool,
-    trace: Path | None,
+    network_gbit_per_s: float | None = None,
+    tokenizer: str = "bytes",
+    as_json: bool = False,
+    trace: Path | None = None,
 ) -> None:
     """Print what each planner makes of one batch.
 
     Raises:
         NestspError: An argument is wrong, or nothing fits.
     """
-    names = [name for name in COSTED_PLANNERS if name != "flexsp"] if planner == "all" else [planner]
-    if planner != "all" and planner not in COSTED_PLANNERS:
-        raise ConfigError(
-            f"--planner is {planner!r}, but the planners are all, {', '.join(COSTED_PLANNERS)}"
-            f"{did_you_mean(planner, COSTED_PLANNERS)}"
-        )
-    cost = make_model(cluster, model, memory_gib)
-    lengths = read_lengths(source, num_samples=200_000, seed=seed)
-    drawn = draw_batch(lengths, max_tokens=max_tokens, max_length=max_length)
+    names = planner_names(planner)
+    cost = make_model(cluster, model, memory_gib=memory_gib, network_gbit_per_s=network_gbit_per_s)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace is {trace}, but there is no folder {trace.absolute().parent}; make it first")
+    if source not in LENGTH_TABLES and not as_json:
+        print(f"reading {source}", flush=True)
+    drawn, notes = _one_batch(source, max_tokens, max_length, over_length, seed, tokenizer)
     batch = drawn.batch
-    say = (lambda text: None) if as_json else print
-    limit = f" of {plural(max_length, 'token')}" if max_length else ""
-    say(
+    lines = [
         f"{plural(batch.num_sequences, 'sequence')}, {plural(batch.num_tokens, 'token')}, longest "
-        f"{format_count(max(batch.lengths))}, on {plural(cost.tree.num_ranks, 'rank')} ({cost.profile.name}), "
-        f"tree {cost.tree}"
-    )
-    if drawn.num_empty or drawn.num_too_long:
-        say(
-            f"dropped: {plural(drawn.num_empty, 'empty sequence')}, "
-            f"{plural(drawn.num_too_long, 'sequence')} over the limit{limit}"
-        )
-    say(
-        f"profile: {cost.profile.hardware}; {cost.profile.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host; "
-        f"a rank may use {format_bytes(cost.memory_per_rank_bytes)}, {format_bytes(cost.memory.fixed)} before any token"
-    )
+        f"{format_count(max(batch.lengths))}; {model} on {plural(cost.tree.num_ranks, 'rank')}, tree {cost.tree}",
+        *notes,
+        describe_cost(cost),
+    ]
+    if not as_json:
+        print("\n".join(lines), flush=True)
+
+    from nestsp.planners.ground import cost_ground
+    from nestsp.report.comparison import COSTED_PLANNERS, plan_batch
+    from nestsp.report.placement import degree_table, placement_tree
+    from nestsp.report.tables import planner_table
+    from nestsp.report.trace import write_trace
+    from nestsp.simulate import simulate
+    from nestsp.train.console import Screen
+
     bound = lower_bound(batch, cost)
-    say(f"no plan is faster than {format_seconds(bound.makespan_s)}; the ideal is {format_seconds(bound.ideal_s)}\n")
-    rows = []
+    if not as_json:
+        print(
+            f"estimated, nothing is run: no plan is faster than {format_seconds(bound.makespan_s)}; without "
+            f"communication, imbalance and recomputation it would be {format_seconds(bound.ideal_s)}\n",
+            flush=True,
+        )
     ground = cost_ground(cost)
-    for name in names:
-        began = time.perf_counter()
-        try:
-            judged = COSTED_PLANNERS[name](ground).judge(batch)
-        except InfeasibleError as error:
-            rows.append(PlannerRow(name, None, time.perf_counter() - began, str(error)))
-            continue
-        planning_s = time.perf_counter() - began
-        rows.append(PlannerRow(name, simulate(make_schedule(judged.plan), cost), planning_s))
+    rows = []
+    with Screen(silent=as_json).progress("planning", len(names)) as bar:
+        for name in names:
+            rows.append(plan_batch(name, COSTED_PLANNERS[name](ground), batch, cost))
+            bar.set(len(rows), len(names))
     planned = [row for row in rows if row.timeline is not None]
     if not planned:
         raise InfeasibleError(rows[0].why_not)
     best = min(reversed(planned), key=lambda row: row.timeline.makespan_s if row.timeline else 0.0)
     assert best.timeline is not None
+    plan = best.timeline.schedule.plan
     if trace is not None:
         write_trace(simulate(best.timeline.schedule, cost, record=True), trace)
     if as_json:
+        about = {
+            "estimated": True,
+            "model": model,
+            "profile": cost.profile.name,
+            "num_ranks": cost.tree.num_ranks,
+            "network_bytes_per_s": cost.profile.network_bytes_per_s,
+            "memory_per_rank_bytes": cost.memory_per_rank_bytes,
+            "fixed_bytes": cost.memory.fixed,
+            "notes": notes,
+            "num_empty_dropped": drawn.num_empty,
+            "num_over_length": drawn.num_too_long,
+            "over_length": over_length,
+        }
         bounds = {"makespan_s": bound.makespan_s, "ideal_s": bound.ideal_s, "num_microbatches": bound.num_microbatches}
-        print(json.dumps({"bound": bounds, "planners": [row.to_json(bound) for row in rows]}))
+        print(json.dumps({**about, "bound": bounds, "planners": [row.to_json(bound) for row in rows]}))
         return
     print(planner_table(rows, bound))
     print(f"\nthe plan of {best.planner}:")
-    print(best.timeline.schedule.plan.format_tree())
+    print(degree_table(plan))
+    print()
+    print(placement_tree(plan, max_lines=_TREE_LINES))
     if trace is not None:
-        print(f"\ntrace of {best.planner}: {trace}")
+        print(f"\nthe timeline of {best.planner} is in {trace}; open it in ui.perfetto.dev or chrome://tracing")
 
 
-def _read_shape(path: str) -> ModelShape:
-    return ModelShape.for_planning(read_config_json(Path(path)))
+def _one_batch(
+    source: str,
+    max_tokens: int | None,
+    max_length: int | None,
+    over_length: OverLength,
+    seed: int,
+    tokenizer: str,
+) -> tuple[Drawn, list[str]]:
+    """One batch, and what there is to say about where it came from."""
+    if source in LENGTH_TABLES:
+        tokens = _TABLE_TOKENS if max_tokens is None else max_tokens
+        (drawn,), lengths = draw_batches(
+            source, 1, max_tokens=tokens, max_length=max_length, over_length=over_length, seed=seed
+        )
+    else:
+        lengths = open_lengths(source, num_samples=0, seed=seed, tokenizer=tokenizer)
+        drawn = draw_batch(lengths.values, max_tokens=max_tokens, max_length=max_length, over_length=over_length)
+    notes = [*lengths.notes, *left_out(drawn.num_empty, drawn.num_too_long, max_length, over_length)]
+    left = len(lengths.values) - drawn.stop
+    if left and source not in LENGTH_TABLES:
+        notes.append(f"the batch is full: {plural(left, 'sequence')} of {source} are left for later steps")
+    return drawn, notes
+
+
+def left_out(num_empty: int, num_too_long: int, max_length: int | None, over_length: OverLength) -> list[str]:
+    """A line for each kind of sequence that is not in a batch as it is in the source; none if all are.
+
+    >>> left_out(1, 2, 4096, "truncate")
+    ['warning: dropped 1 empty sequence', 'warning: truncated 2 sequences over 4,096 tokens']
+    """
+    lines = [f"warning: dropped {plural(num_empty, 'empty sequence')}"] if num_empty else []
+    if num_too_long:
+        assert max_length is not None
+        done = {"drop": "dropped", "truncate": "truncated"}[over_length]
+        lines.append(f"warning: {done} {plural(num_too_long, 'sequence')} over {plural(max_length, 'token')}")
+    return lines

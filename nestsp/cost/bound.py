@@ -1,16 +1,24 @@
 """A lower bound on the makespan of any plan for a batch, by one cost model; and the ideal, which is no bound on plans.
 
+It bounds plans of the attention kinds that the planners place: Ulysses groups. A ring would split a long sequence's
+attention among more ranks than there are heads, so a plan with rings may be faster.
+
 With M microbatches, whatever the placement:
 
 - a rank computes, on average over ranks, at least the whole batch's work over the ranks, at the best point of the
   kernel's surface: every kernel is full, launches are free, nothing is copied;
+- a sequence that one rank, or one host, has no room for, or that alone would last longer there than the bound, is split
+  among more: its copies by heads need memory, and its exchanges take their time on the links of all members, which
+  carry one thing at a time;
+- in each layer a rank has no exchange in flight while it computes the linear part; so its attention lasts at least as
+  long as its exchanges on one class of links;
 - what M microbatches have of memory bounds what can be kept of all layers, and so what must be computed again: a
   fractional knapsack of seconds saved for bytes kept;
 - in the forward pass of each microbatch all layers are gathered one after another, in the backward pass gathered again
-  and reduced; at its start every rank idles until the root and the first layer are gathered, at its end until the
-  last layer and the root are reduced;
+  and reduced, on the links that exchanges between hosts also take; at its start every rank idles until the root and the
+  first layer are gathered, at its end until the last layer and the root are reduced;
 - the rank with the most heads of the longest sequence has at least that share of it, and in each layer waits for the
-  sequence's own exchanges before and after its attention, at the degree where this is least.
+  sequence's own exchanges before and after its attention, at the degree where this is least among those it fits on.
 
 The bound is the least over all M that memory admits. The ideal has no communication, perfect balance, and keeps
 everything: the gap between the two is what memory and communication cost at least.
@@ -26,7 +34,6 @@ import numpy as np
 import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
-from nestsp.cost.comm import LinkTime
 from nestsp.cost.compute import Direction
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
@@ -35,6 +42,9 @@ from nestsp.units import format_bytes, format_count
 __all__ = ["Bound", "check_fits", "lower_bound"]
 
 Floats = npt.NDArray[np.float64]
+
+# Halvings of the interval that the bound lies in.
+_HALVINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +101,49 @@ def lower_bound(batch: SequenceBatch, cost: CostModel) -> Bound:
         InfeasibleError: No plan fits.
     """
     check_fits(batch.ids, batch.lengths, cost)
-    work = _Work.of(np.array(batch.lengths, float), cost)
-    num_ranks, layers = cost.tree.num_ranks, cost.shape.num_layers
-    free = num_ranks * (cost.memory_per_rank_bytes - cost.memory.fixed)
-    least = max(1, math.ceil(batch.num_tokens * cost.memory.least_bytes_per_token / free))
+    lengths = np.array(batch.lengths, float)
+    work, places = _Work.of(lengths, cost), _Places.of(lengths, cost)
+    low = _least(work, places.within(math.inf), cost)
+    high = _least(work, places.within(low[0]), cost)
+    # What a plan needs at least falls with the time that it may take. So no plan is faster than where both are equal.
+    for _ in range(_HALVINGS if high[0] > low[0] else 0):
+        middle = (low[0] + high[0]) / 2
+        needed = _least(work, places.within(middle), cost)
+        if needed[0] > middle:
+            low = (middle, needed[1])
+        else:
+            high = (middle, needed[1])
+    ideal = (sum(work.attention_s) + 3 * work.linear_s + work.head_s) / cost.tree.num_ranks + cost.update_s
+    return Bound(low[0], ideal, low[1])
+
+
+def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
+    """The least makespan of all numbers of microbatches, and that number."""
+    num_ranks, layers, memory = cost.tree.num_ranks, cost.shape.num_layers, cost.memory
+    free = num_ranks * (cost.memory_per_rank_bytes - memory.fixed)
+    needed = work.num_tokens * memory.least_bytes_per_token
+    needed += split.num_tokens * (memory.layer_exchanged + memory.exchange_buffers)
+    least = max(1, math.ceil(needed / free))
     idle = cost.root_gather_s + cost.layer_gather_s, cost.layer_reduce_s + cost.root_reduce_s
     gathered = cost.root_gather_s + layers * cost.layer_gather_s
     reduced = layers * (cost.layer_gather_s + cost.layer_reduce_s) + cost.root_reduce_s
     after = cost.update_s + cost.comm.ring_latency_s
+    with_gathers = 1 if cost.comm.crosses_hosts else 0  # the class of links that they take
     best = (math.inf, least)
-    for number in range(least, least + max(1, batch.num_sequences)):
-        again = work.recomputed_s(number * free)
-        forward = max(number * gathered, number * idle[0] + work.forward_s / num_ranks)
-        backward = max(number * reduced, number * idle[1] + (work.backward_s + again) / num_ranks)
-        longest = number * sum(idle) + work.longest_s
-        best = min(best, (max(forward + backward, longest) + after, number))
-        if again == 0.0:
+    for number in range(least, least + max(1, work.num_sequences)):
+        again = work.recomputed_s(number * free - split.num_tokens * memory.exchange_buffers)
+        total = 0.0
+        for links, waits, computes, attention, exchanges in (
+            (gathered, idle[0], work.linear_s, work.attention_s[0], split.forward_s),
+            (reduced, idle[1], 2 * work.linear_s + work.head_s + again, work.attention_s[1], split.backward_s),
+        ):
+            busy = (computes + max(attention, *exchanges)) / num_ranks
+            total += max(number * links + exchanges[with_gathers] / num_ranks, number * waits + busy)
+        longest = number * sum(idle) + split.longest_s
+        best = min(best, (max(total, longest) + after, number))
+        if again == 0.0 or number * (gathered + reduced) > best[0]:
             break  # further microbatches only cost
-    ideal = (work.forward_s + work.backward_s) / num_ranks + cost.update_s
-    return Bound(best[0], ideal, best[1])
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +151,21 @@ class _Work:
     """Rank-seconds of a batch at the best point of the surface.
 
     Attributes:
-        forward_s: Of the forward pass.
-        backward_s: Of head and backward pass, without recomputation.
-        longest_s: Of the fullest rank of the longest sequence's group, at its best degree.
+        attention_s: Of attention in the forward and in the backward pass.
+        linear_s: Of the forward pass without attention; the backward pass has it twice.
+        head_s: Of the head, in both passes.
+        num_tokens: Of the batch.
+        num_sequences: The same.
         input_bytes: What recomputation and the backward pass of one layer need whatever is kept.
         densities: float64 [n], falling: seconds that can be saved for each further byte kept ...
         capacities: float64 [n], ... up to so many bytes.
     """
 
-    forward_s: float
-    backward_s: float
-    longest_s: float
+    attention_s: tuple[float, float]
+    linear_s: float
+    head_s: float
+    num_tokens: int
+    num_sequences: int
     input_bytes: float
     densities: Floats
     capacities: Floats
@@ -149,9 +187,11 @@ class _Work:
         capacities = np.concatenate([np.where(convex, output, whole), np.where(convex, whole - output, 0.0)])
         order = np.argsort(-densities, kind="stable")
         return cls(
-            forward_s=float((linear + forward).sum()),
-            backward_s=float((2 * linear + backward + head).sum()),
-            longest_s=_longest_s(lengths.max(initial=0.0), cost),
+            attention_s=(float(forward.sum()), float(backward.sum())),
+            linear_s=float(linear.sum()),
+            head_s=float(head.sum()),
+            num_tokens=int(lengths.sum()),
+            num_sequences=len(lengths),
             input_bytes=float((layers * memory.layer_input + memory.gradients) * lengths.sum()),
             densities=densities[order],
             capacities=capacities[order],
@@ -166,27 +206,71 @@ class _Work:
         return max(0.0, every - saved) if saved < every * (1 - 1e-12) else 0.0
 
 
-def _longest_s(length: float, cost: CostModel) -> float:
-    """Seconds of the fullest member of a group that has this sequence alone, at the degree where they are least.
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What sequences cost at least that must be split, since one rank, or one host, is too small or too slow for them.
 
-    In each layer the group's exchange in, attention and exchange out follow one another, whatever other groups do
-    meanwhile. A ring's steps follow one another too, but hide behind its attention or hide it.
+    Attributes:
+        num_tokens: Of all that must be split.
+        forward_s: Rank-seconds of exchanges in the forward pass, inside hosts and across them.
+        backward_s: The same of the backward pass.
+        longest_s: Of the fullest rank of the group of the sequence that lasts longest.
     """
-    compute, tree, layers = cost.compute, cost.tree, cost.shape.num_layers
-    best = math.inf
-    for level in range(tree.num_levels):
-        degree = tree.degree(level)
-        linear = math.floor(length / degree) * (3 * layers * compute.linear_s + cost.head_s)
-        for ring in (ring for ring in range(1, degree + 1) if degree % ring == 0):
-            heads = cost.head_fractions(level, ring).max() * cost.shape.num_heads / ring
-            chain = 0.0
-            passes: tuple[tuple[Direction, tuple[LinkTime, ...]], ...] = (
-                ("forward", cost.comm.forward(level, ring)),
-                ("backward", cost.comm.backward(level, ring)),
-            )
-            for direction, links in passes:
-                kernel = float(compute.best_attention_s(direction, heads, length, length**2))
-                exchanges = sum(link.seconds(length) for link in links)
-                chain += kernel + exchanges if ring == 1 else max(kernel, exchanges)
-            best = min(best, layers * chain + linear)
-    return best
+
+    num_tokens: float
+    forward_s: tuple[float, float]
+    backward_s: tuple[float, float]
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Every sequence on a group of every level, float64 [levels, sequences] each.
+
+    Attributes:
+        lengths: float64 [sequences].
+        fits: Whether the fullest rank has room; all are taken to, where none has.
+        alone_s: Seconds of the fullest rank, of this sequence alone. In each layer its exchange in, attention and
+            exchange out follow one another, whatever other groups do meanwhile.
+        exchange_s: Rank-seconds of its exchanges; by pass, then inside hosts and across them.
+    """
+
+    lengths: Floats
+    fits: npt.NDArray[np.bool_]
+    alone_s: Floats
+    exchange_s: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
+
+    @classmethod
+    def of(cls, lengths: Floats, cost: CostModel) -> _Places:
+        tree, compute, comm, memory = cost.tree, cost.compute, cost.comm, cost.memory
+        layers, free = cost.shape.num_layers, cost.memory_per_rank_bytes - cost.memory.fixed
+        shape = (tree.num_levels, len(lengths))
+        fits, alone_s = np.zeros(shape, bool), np.zeros(shape)
+        exchange_s = ((np.zeros(shape), np.zeros(shape)), (np.zeros(shape), np.zeros(shape)))
+        both: tuple[Direction, Direction] = ("forward", "backward")
+        for level in range(tree.num_levels):
+            degree, part = tree.degree(level), float(cost.head_fractions(level).max())
+            local = np.floor(lengths / degree)
+            copies = (memory.layer_exchanged + memory.exchange_buffers) * part if degree > 1 else 0.0
+            fits[level] = local * memory.least_bytes_per_token + copies * lengths <= free
+            alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
+            for index, direction in enumerate(both):
+                heads = part * cost.shape.num_heads
+                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, lengths**2)
+                for link in comm.forward(level) if direction == "forward" else comm.backward(level):
+                    alone_s[level] += layers * (link.latency_s + link.s_per_token * lengths)
+                    exchange_s[index][link.network][level] += degree * layers * link.s_per_token * lengths
+        fits |= ~fits.any(axis=0)
+        return cls(lengths, fits, alone_s, exchange_s)
+
+    def within(self, most_s: float) -> _Split:
+        """What must be split in a plan that takes no longer."""
+        least_s = np.where(self.fits, self.alone_s, np.inf).min(axis=0)
+        here = self.fits & (self.alone_s <= np.maximum(most_s, least_s))
+        sums = [[float(np.where(here, s, np.inf).min(axis=0).sum()) for s in of] for of in self.exchange_s]
+        return _Split(
+            num_tokens=float(self.lengths[~here[-1]].sum()),
+            forward_s=(sums[0][0], sums[0][1]),
+            backward_s=(sums[1][0], sums[1][1]),
+            longest_s=float(least_s.max(initial=0.0)),
+        )

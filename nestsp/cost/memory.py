@@ -6,8 +6,8 @@
 - *update*: no activations, but the optimizer's temporaries.
 
 Each holds the model states and what is always there. What layers keep adds up over all groups that a rank works for:
-every count of tokens below is a rank's own sum over its groups. Sizes are those of Transformers' layers in bf16 with a
-fused attention kernel; normalisations keep a float32 copy of their input.
+every count of tokens below is a rank's own sum over its groups. Sizes are those of Transformers' layers with a fused
+attention kernel, in bf16 unless told otherwise; normalisations keep a float32 copy of their input.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MemoryCost:
 
 
 def make_memory_cost(
-    shape: ModelShape, tree: GroupTree, profile: CostProfile, *, loss_slice_tokens: int = 2048
+    shape: ModelShape, tree: GroupTree, profile: CostProfile, *, loss_slice_tokens: int = 2048, element_bytes: int = 2
 ) -> MemoryCost:
     """The coefficients of a model on a tree of ranks.
 
@@ -121,31 +121,34 @@ def make_memory_cost(
         tree: All ranks; parameters are sharded over them.
         profile: Communicators and margin.
         loss_slice_tokens: Tokens whose logits exist at one time.
+        element_bytes: Of one number in computation: 2 for bf16, 4 for float32, 8 for float64.
     """
+    size = element_bytes
     hidden, query, kv = shape.hidden_size, shape.query_width, shape.kv_width
     layer, root = shape.layer_parameters / shape.num_layers, shape.root_parameters
     num_communicators = sum(tree.degree(level) > 1 for level in range(tree.num_levels))
     states = _STATE_BYTES * shape.num_parameters / tree.num_ranks
-    norms = 2 * (4 + 2) * hidden + (2 * 4 * (query + kv) if shape.head_norms else 0)
-    attention = 2 * (query + 2 * kv) + 2 * query + 4 * shape.num_heads  # q, k, v, out, log-sum-exp
+    wide = max(4, size)  # of what stays float32 in a lower precision
+    norms = 2 * (wide + size) * hidden + (2 * wide * (query + kv) if shape.head_norms else 0)
+    attention = size * (query + 2 * kv) + size * query + wide * shape.num_heads  # q, k, v, out, log-sum-exp
     if shape.num_moe_layers:
         width, top_k = shape.expert_intermediate_size, shape.experts_per_token
-        feed_forward = 2 * top_k * (2 * hidden + 4 * width)  # input and output of each expert, gate, up, act, product
-        feed_forward_gradients = 2 * top_k * (hidden + 2 * width)
+        feed_forward = size * top_k * (2 * hidden + 4 * width)  # of each expert: input, output, gate, up, act, product
+        feed_forward_gradients = size * top_k * (hidden + 2 * width)
     else:
-        feed_forward = 2 * (4 if shape.gated_mlp else 2) * shape.intermediate_size
-        feed_forward_gradients = 2 * 2 * shape.intermediate_size
+        feed_forward = size * (4 if shape.gated_mlp else 2) * shape.intermediate_size
+        feed_forward_gradients = size * 2 * shape.intermediate_size
     return MemoryCost(
         num_layers=shape.num_layers,
         states=states + num_communicators * profile.communicator_bytes + profile.margin_bytes,
-        gathered=2 * 2 * root + 2 * 2 * layer + (2 + 4) * layer,
-        layer_input=2 * hidden,
-        kept_output=2 * query + 4 * shape.num_heads,
-        layer_local=2 * hidden + norms + attention + 2 * hidden + feed_forward,
-        layer_exchanged=2 * (query + 2 * kv) + 2 * query + 4 * shape.num_heads,
-        gradients=2 * 2 * hidden + feed_forward_gradients,
-        exchange_buffers=2 * 2 * (3 * query + 2 * kv),
-        loss_hidden=2 * 2 * hidden,
-        loss_slice=loss_slice_tokens * shape.vocab_size * (2 + 4 + 4),
+        gathered=2 * size * root + 2 * size * layer + (size + wide) * layer,
+        layer_input=size * hidden,
+        kept_output=size * query + wide * shape.num_heads,
+        layer_local=size * hidden + norms + attention + size * hidden + feed_forward,
+        layer_exchanged=size * (query + 2 * kv) + size * query + wide * shape.num_heads,
+        gradients=2 * size * hidden + feed_forward_gradients,
+        exchange_buffers=2 * size * (3 * query + 2 * kv),
+        loss_hidden=2 * size * hidden,
+        loss_slice=loss_slice_tokens * shape.vocab_size * (size + 2 * wide),
         update=2 * 4 * shape.num_parameters / tree.num_ranks,
     )

@@ -95,6 +95,7 @@ def make_cost_model(
     tree: GroupTree | None = None,
     memory_per_rank_bytes: float | None = None,
     loss_slice_tokens: int = 2048,
+    element_bytes: int = 2,
 ) -> CostModel:
     """The cost model of a run.
 
@@ -105,6 +106,7 @@ def make_cost_model(
         tree: The groups; by default the cluster's own tree.
         memory_per_rank_bytes: Hard limit of each rank; by default `FREE_MEMORY_FRACTION` of the device's memory.
         loss_slice_tokens: Tokens whose logits exist at one time.
+        element_bytes: Of one number in computation, for memory; times are those of bf16, or of the profile's own.
 
     Raises:
         ConfigError: The tree has another number of ranks than the cluster.
@@ -124,5 +126,5 @@ def make_cost_model(
         memory_per_rank_bytes=limit,
         compute=make_compute_cost(shape, profile),
         comm=make_comm_cost(shape, cluster, tree, profile),
-        memory=make_memory_cost(shape, tree, profile, loss_slice_tokens=loss_slice_tokens),
+        memory=make_memory_cost(shape, tree, profile, loss_slice_tokens=loss_slice_tokens, element_bytes=element_bytes),
     )

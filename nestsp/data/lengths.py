@@ -1,32 +1,54 @@
 """Lengths without tokens: what planning and simulation need of data.
 
-A source is a file of lengths (``.jsonl`` with a ``length`` or ``text`` field, ``.npy``, ``.npz``, ``.csv``), or a
-built-in corpus. The built-in corpora are tables of quantiles, drawn from by interpolating the logarithm of the
-length; they say what long-tailed text looks like, and replace no data of one's own. Beyond the end of a table lies a
-Pareto tail where the source had more.
+A source is a file of lengths or texts (``.jsonl``, ``.npy``, ``.npz``, ``.csv``, ``.parquet``), a folder of text files,
+the standard library's own source (``stdlib``), or a built-in table of quantiles. Where a file has several fields,
+``length`` counts before ``input_ids`` before ``text``; texts are measured by a tokenizer, by default one token a byte,
+as training does it.
 
-Sources of the tables: *wikipedia*: token lengths of 1,000,000 articles of a Wikipedia corpus, up to 1,823,777; *github*
-and *arxiv*: token lengths (GPT-2 tokenizer) of 20,000 samples each, in buckets of 256 up to 131,072, of which 49 of
-arxiv's were longer (their tail falls as length to the power of -2.29, as the decade before it does).
+The tables are drawn from by interpolating the logarithm of the length; they say what long-tailed text looks like, and
+replace no data of one's own. Beyond the end of a table lies a Pareto tail where the source had more.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
-from collections.abc import Iterable
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
+from nestsp.data.corpus import Skipped, open_corpus
+from nestsp.data.tokenizer import open_tokenizer
 from nestsp.errors import DataError, did_you_mean
+from nestsp.units import plural
 
-__all__ = ["LENGTH_TABLES", "Drawn", "LengthTable", "draw_batch", "read_lengths"]
+__all__ = [
+    "LENGTH_TABLES",
+    "Drawn",
+    "LengthTable",
+    "Lengths",
+    "OverLength",
+    "draw_batch",
+    "draw_batches",
+    "open_lengths",
+    "read_lengths",
+]
+
+Ints = npt.NDArray[np.int64]
+OverLength = Literal["drop", "truncate", "error"]
+
+# Longer than anything; below it every product in the cost model is exact enough in float64.
+_MOST_TOKENS = 2**40
+_TEXTS_AT_ONCE = 256
 
 _PROBABILITIES = (
     0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9,
@@ -40,18 +62,20 @@ class LengthTable:
     """Quantiles of a corpus.
 
     Attributes:
+        source: What was measured.
         lengths: Length at each of the first so many probabilities.
         tail_start: Where the Pareto tail begins, in tokens, or None if the table reaches the longest sample.
         tail_probability: Part of the samples beyond that.
         tail_exponent: The tail falls as length to the power of minus this.
     """
 
+    source: str
     lengths: tuple[int, ...]
     tail_start: int | None = None
     tail_probability: float = 0.0
     tail_exponent: float = 1.0
 
-    def draw(self, uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    def draw(self, uniform: npt.NDArray[np.float64]) -> Ints:
         """Lengths at numbers that are uniform in [0, 1)."""
         body = 1.0 - self.tail_probability
         places = list(_PROBABILITIES[: len(self.lengths)])
@@ -69,21 +93,38 @@ class LengthTable:
 
 LENGTH_TABLES: dict[str, LengthTable] = {
     "wikipedia": LengthTable(
+        "token lengths of 1,000,000 articles of Wikipedia, up to 1,823,777",
         (1, 39, 48, 67, 87, 103, 122, 146, 171, 205, 243, 290, 347, 411, 472, 556, 685, 862, 1092, 1464, 2112, 2565,
          3235, 3720, 4392, 5390, 7087, 8536, 10919, 12343, 14413, 18168, 26511, 37353, 51510, 75413, 101537, 129653,
          193461, 230941, 1823777),
     ),
     "github": LengthTable(
+        "token lengths (GPT-2 tokenizer) of 20,000 files from GitHub, in buckets of 256",
         (1, 9, 19, 48, 97, 145, 194, 243, 315, 395, 476, 583, 712, 872, 1066, 1317, 1656, 2148, 2837, 3886, 5865, 7092,
          8954, 10439, 12431, 14998, 19273, 22848, 27776, 30144, 33536, 37376, 44032, 51200, 56320, 65792, 75008, 75264,
          75417, 75468, 75520),
     ),
     "arxiv": LengthTable(
+        "token lengths (GPT-2 tokenizer) of 20,000 papers from arXiv, in buckets of 256 up to 131,072; the 49"
+        " longer ones as a Pareto tail of exponent 2.29, that of the decade before",
         (1, 123, 247, 1273, 4034, 5248, 6179, 7082, 8005, 8969, 10092, 11252, 12529, 13881, 15455, 17240, 19357, 21858,
          24925, 29119, 35540, 38737, 43387, 46549, 50432, 56459, 65248, 72192, 82176, 88832, 96000, 112896),
         tail_start=131072, tail_probability=0.00245, tail_exponent=2.29,
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """The lengths of a source.
+
+    Attributes:
+        values: int64 [sequences], tokens of each, 0 where one is empty; a sequence's id is its place here.
+        notes: What a reader of any figure made of them should know, a phrase each.
+    """
+
+    values: Ints
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,124 +134,307 @@ class Drawn:
     Attributes:
         batch: The sequences; ids are places in the source.
         num_empty: Sequences without tokens that were dropped.
-        num_too_long: Sequences over the limit that were dropped.
+        num_too_long: Sequences over the limit, which were dropped or truncated.
+        stop: How many sequences of the source were looked at, from its beginning; the next batch starts there.
     """
 
     batch: SequenceBatch
     num_empty: int
     num_too_long: int
+    stop: int
 
 
-def read_lengths(source: str, *, num_samples: int, seed: int) -> npt.NDArray[np.int64]:
-    """The lengths of a source, in its own order; of a built-in corpus, so many drawn ones.
+def open_lengths(source: str, *, num_samples: int, seed: int, tokenizer: str = "bytes") -> Lengths:
+    """The lengths of a source, in its own order; of a built-in table, so many drawn ones.
+
+    Args:
+        source: A file, a folder, ``stdlib``, or the name of a table.
+        num_samples: How many lengths to draw from a table; of the same seed, fewer are the beginning of more.
+        seed: Of what is drawn.
+        tokenizer: What measures texts: ``bytes``, a folder, or a name on the Hugging Face Hub.
 
     Raises:
-        DataError: There is no such file or corpus, or it holds no whole numbers of 0 or more.
+        DataError: There is no such source, it cannot be read, or it holds no whole numbers of 0 or more.
     """
     if source in LENGTH_TABLES:
-        return LENGTH_TABLES[source].draw(np.random.default_rng(seed).random(num_samples))
-    path = Path(source)
-    readers = {".jsonl": _read_jsonl, ".npy": _read_numpy, ".npz": _read_numpy, ".csv": _read_csv}
-    if not path.is_file() or path.suffix not in readers:
-        known = (*LENGTH_TABLES, "a .jsonl, .npy, .npz or .csv file")
-        what = "there is no such file" if path.suffix in readers else "it is neither a corpus nor such a file"
+        table = LENGTH_TABLES[source]
+        drawn = table.draw(np.random.default_rng(seed).random(num_samples))
+        return Lengths(drawn, (f"drawn with seed {seed} from built-in quantiles: {table.source}",))
+    path = Path(source).expanduser()
+    skipped: Counter[str] = Counter()
+    if source == "stdlib" or (source and path.is_dir()):
+        values: Iterable[Any] = _corpus_texts(source, skipped)
+    elif path.suffix in _READERS and path.is_file():
+        values = _READERS[path.suffix](path)
+    else:
+        named = ("stdlib", *LENGTH_TABLES)
+        what = "there is no such file" if path.suffix in _READERS else "it is neither a known name nor such a file"
         raise DataError(
-            f"the lengths are {source!r}, but {what}; give {', '.join(known)}{did_you_mean(source, LENGTH_TABLES)}"
+            f"the lengths are {source!r}, but {what}; give {', '.join(named)}, a {', '.join(_READERS)} file, or a "
+            f"folder of text{did_you_mean(source, named)}"
         )
+    measure = _Measure(source, tokenizer)
     try:
-        values = list(readers[path.suffix](path))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError) as error:
+        lengths = np.array(list(measure(values)), dtype=np.int64)
+    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise DataError(f"the lengths in {source} cannot be read: {' '.join(str(error).split())}") from None
-    if not values:
+    if not lengths.size:
         raise DataError(f"{source} has no lengths, but planning needs at least one; give another file")
-    for place, value in enumerate(values):
-        whole = isinstance(value, (int, np.integer)) or (
-            isinstance(value, (float, np.floating)) and value == int(value)
-        )
-        if isinstance(value, bool) or not whole or value < 0:
-            raise DataError(
-                f"length {place} of {source} is {value!r}, but a length is a whole number of 0 or more; correct it"
-            )
-    return np.array([int(value) for value in values], dtype=np.int64)
+    notes = [f"{plural(count, 'file')} skipped: {reason}" for reason, count in skipped.items()]
+    if measure.num_texts:
+        how = "one token a byte" if tokenizer == "bytes" else f"the tokenizer {tokenizer}"
+        notes.insert(0, f"{plural(measure.num_texts, 'text')} measured by {how}")
+    return Lengths(lengths, tuple(notes))
+
+
+def read_lengths(source: str, *, num_samples: int, seed: int) -> Ints:
+    """The lengths of a source; see `open_lengths`."""
+    return open_lengths(source, num_samples=num_samples, seed=seed).values
 
 
 def draw_batch(
-    lengths: npt.NDArray[np.int64], *, max_tokens: int | None, max_length: int | None, start: int = 0
+    lengths: Ints,
+    *,
+    max_tokens: int | None,
+    max_length: int | None,
+    over_length: OverLength = "drop",
+    start: int = 0,
+    order: Sequence[int] | None = None,
 ) -> Drawn:
     """The sequences of one step: in order, until the next would pass a number of tokens.
 
     Args:
         lengths: All lengths of the source.
         max_tokens: Tokens of the batch; None for all sequences.
-        max_length: Longer ones are dropped and counted; None for no limit.
-        start: Where in the source to begin.
+        max_length: The limit of a sequence; None for none.
+        over_length: What becomes of longer ones, which are counted: ``drop``, ``truncate``, or ``error``.
+        start: Where in the order to begin.
+        order: Places in the source in the order in which they are taken; None for the source's own.
 
     Raises:
-        DataError: No sequence is left.
+        DataError: No sequence is left, or one is longer than the limit and that is an error.
     """
     ids: list[int] = []
+    taken: list[int] = []
     total = empty = too_long = 0
-    for place in range(start, len(lengths)):
+    stop = num_left = len(lengths)
+    for position in range(start, len(lengths)):
+        place = position if order is None else order[position]
         length = int(lengths[place])
         if length == 0:
             empty += 1
-        elif max_length is not None and length > max_length:
-            too_long += 1
-        elif max_tokens is not None and ids and total + length > max_tokens:
-            break
-        else:
-            ids.append(place)
-            total += length
-    if not ids:
-        raise DataError(
-            f"none of {len(lengths) - start:,} sequences is left: {empty:,} are empty and {too_long:,} are longer than "
-            f"{max_length or 0:,} tokens; raise the limit"
-        )
-    return Drawn(SequenceBatch(tuple(ids), tuple(int(lengths[i]) for i in ids)), empty, too_long)
-
-
-def _read_jsonl(path: Path) -> Iterable[Any]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
             continue
-        record = json.loads(line)
-        if isinstance(record, (int, float)):
-            yield record
-        elif isinstance(record, dict) and "length" in record:
-            yield record["length"]
-        elif isinstance(record, dict) and isinstance(record.get("text"), str):
-            yield len(record["text"].encode())  # byte tokens
+        is_longer = max_length is not None and length > max_length
+        if is_longer and over_length == "drop":
+            too_long += 1
+            continue
+        if max_length is not None and is_longer:
+            if over_length == "error":
+                raise DataError(
+                    f"sequence {place} has {length:,} tokens, but the limit is {max_length:,} and longer ones are an "
+                    "error; raise the limit, or drop or truncate them"
+                )
+            length = max_length
+        if max_tokens is not None and ids and total + length > max_tokens:
+            stop = position
+            break
+        too_long += is_longer
+        ids.append(place)
+        taken.append(length)
+        total += length
+    if not ids:
+        long = "" if max_length is None else f" and {too_long:,} are longer than {max_length:,} tokens"
+        remedy = "give another source" if not too_long else "raise the limit"
+        raise DataError(f"none of {plural(num_left - start, 'sequence')} is left: {empty:,} are empty{long}; {remedy}")
+    return Drawn(SequenceBatch(tuple(ids), tuple(taken)), empty, too_long, stop)
+
+
+def draw_batches(
+    source: str,
+    num_batches: int,
+    *,
+    max_tokens: int,
+    max_length: int | None,
+    over_length: OverLength = "drop",
+    seed: int,
+    tokenizer: str = "bytes",
+) -> tuple[tuple[Drawn, ...], Lengths]:
+    """The first batches of an epoch. A table gives as many as are asked for, other sources at most one epoch.
+
+    Args:
+        source: See `open_lengths`.
+        num_batches: At most so many.
+        max_tokens: Tokens of each batch.
+        max_length: The limit of a sequence.
+        over_length: What becomes of longer ones; see `draw_batch`.
+        seed: Of what is drawn from a table, and of the order of any other source.
+        tokenizer: What measures texts.
+
+    Raises:
+        DataError: The source cannot be read, or no sequence is left.
+    """
+    num_samples = 1 << 14
+    while True:
+        lengths = open_lengths(source, num_samples=num_samples, seed=seed, tokenizer=tokenizer)
+        order = None
+        if source not in LENGTH_TABLES:
+            order = np.random.default_rng(seed).permutation(len(lengths.values)).tolist()
+        drawn: list[Drawn] = []
+        start = 0
+        while len(drawn) < num_batches and start < len(lengths.values):
+            if drawn and not _any_left(lengths.values, order, start, max_length if over_length == "drop" else None):
+                break
+            limits: dict[str, Any] = {"max_tokens": max_tokens, "max_length": max_length, "over_length": over_length}
+            drawn.append(draw_batch(lengths.values, **limits, start=start, order=order))
+            start = drawn[-1].stop
+        # The last batch of what was drawn from a table may have ended only because the draw did.
+        if source not in LENGTH_TABLES or start < len(lengths.values):
+            return tuple(drawn), lengths
+        num_samples *= 4
+
+
+def _any_left(lengths: Ints, order: Sequence[int] | None, start: int, max_length: int | None) -> bool:
+    rest = lengths[start:] if order is None else lengths[order[start:]]
+    return bool(((rest > 0) & (rest <= (_MOST_TOKENS if max_length is None else max_length))).any())
+
+
+@dataclass(slots=True)
+class _Measure:
+    """Checks numbers, counts lists, tokenises texts."""
+
+    source: str
+    tokenizer: str
+    num_texts: int = 0
+
+    def __call__(self, values: Iterable[Any]) -> Iterator[int]:
+        encode = open_tokenizer(self.tokenizer).encode_batch
+        iterator = enumerate(values)
+        while chunk := list(itertools.islice(iterator, _TEXTS_AT_ONCE)):
+            texts = [value for _, value in chunk if isinstance(value, str)]
+            self.num_texts += len(texts)
+            counts = iter([len(tokens) for tokens in encode(texts)])
+            for place, value in chunk:
+                yield next(counts) if isinstance(value, str) else self._number(place, value)
+
+    def _number(self, place: int, value: Any) -> int:
+        if isinstance(value, list):
+            return len(value)
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value != int(value) or not 0 <= value <= _MOST_TOKENS:
+            raise DataError(
+                f"sequence {place} of {self.source} has length {value!r}, but a length is a whole number from 0 to "
+                f"{_MOST_TOKENS:,}; correct it"
+            )
+        return int(value)
+
+
+def _corpus_texts(source: str, skipped: Counter[str]) -> Iterator[str]:
+    try:
+        corpus = open_corpus(source)
+    except DataError as error:
+        raise DataError(f"the lengths are{str(error).removeprefix('data.source is')}") from None
+    skipped.update(dict(corpus.skipped))
+    for text in corpus.read():
+        if isinstance(text, Skipped):
+            skipped[text.reason] += 1
         else:
-            raise ValueError(f"line {number} has neither 'length' nor 'text'")
+            yield text
 
 
-def _read_numpy(path: Path) -> Iterable[Any]:
-    loaded = np.load(path, allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        array = loaded
-    elif "lengths" in loaded.files or len(loaded.files) == 1:
-        array = loaded["lengths" if "lengths" in loaded.files else loaded.files[0]]
-    else:
-        raise ValueError(f"it holds {', '.join(loaded.files)}, but one of them must be named 'lengths'")
+def _read_jsonl(path: Path) -> Iterator[Any]:
+    # Not splitlines, which also cuts at separators that JSON allows inside a text.
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from None
+            if isinstance(record, dict):
+                yield _field(record, f"line {number}")
+            elif isinstance(record, (int, float)):
+                yield record
+            else:
+                raise ValueError(
+                    f"line {number} is neither a number nor an object with 'length', 'input_ids' or 'text'"
+                )
+
+
+def _field(record: Mapping[str, Any], where: str) -> Any:
+    kinds = {"length": (int, float), "input_ids": list, "text": str}
+    for name, kind in kinds.items():
+        if name in record:
+            if not isinstance(record[name], kind):  # type: ignore[arg-type]
+                raise ValueError(f"{where} has {record[name]!r:.40} as '{name}', which is no {name}")
+            return record[name]
+    raise ValueError(f"{where} has none of 'length', 'input_ids' and 'text'")
+
+
+def _read_numpy(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        try:
+            loaded = np.load(file, allow_pickle=False)
+        except (ValueError, EOFError, zipfile.BadZipFile):  # NumPy's own words are about pickles
+            raise ValueError("it is no NumPy file, or a damaged one") from None
+        if isinstance(loaded, np.ndarray):
+            array = loaded
+        elif "lengths" in loaded.files or len(loaded.files) == 1:
+            array = loaded["lengths" if "lengths" in loaded.files else loaded.files[0]]
+        else:
+            raise ValueError(f"it holds {', '.join(loaded.files)}, but one of them must be named 'lengths'")
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise ValueError(
             f"it is an array of {array.dtype} with {array.ndim} axes, but must be one of numbers with one axis"
         )
-    values: list[Any] = array.tolist()
-    return values
+    yield from array.tolist()
 
 
-def _read_csv(path: Path) -> Iterable[Any]:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.reader(file) if row]
-    column = 0
-    if rows and not _is_number(rows[0][0]):
-        header = [name.strip() for name in rows.pop(0)]
-        if "length" not in header and len(header) > 1:
-            raise ValueError(f"its columns are {', '.join(header)}, but one of them must be named 'length'")
-        column = header.index("length") if "length" in header else 0
-    for row in rows:
-        yield float(row[column])
+def _read_csv(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows: Iterator[list[str]] = (row for row in csv.reader(file) if row)
+        first = next(rows, None)
+        if first is None:
+            return
+        column, is_text = 0, False
+        if _is_number(first[0]):
+            rows = itertools.chain([first], rows)
+        else:
+            header = [name.strip() for name in first]
+            known = [name for name in ("length", "text") if name in header]
+            if not known and len(header) > 1:
+                raise ValueError(f"its columns are {', '.join(header)}, but one of them must be 'length' or 'text'")
+            column = header.index(known[0]) if known else 0
+            is_text = known[:1] == ["text"]
+        for number, row in enumerate(rows, 1):
+            if column >= len(row):
+                raise ValueError(f"row {number} has only {plural(len(row), 'column')}")
+            yield row[column] if is_text else float(row[column])
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"the lengths are in {path}, but reading .parquet needs pyarrow, which is not installed; "
+            "pip install 'nestsp[parquet]', or give a .jsonl file"
+        ) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        name = next((name for name in ("length", "input_ids", "text") if name in names), None)
+        if name is None and len(names) > 1:
+            raise ValueError(f"its columns are {', '.join(names)}, but one must be 'length', 'input_ids' or 'text'")
+        for batch in file.iter_batches(columns=[name or names[0]]):
+            column = batch.column(0)
+            if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+                column = pyarrow.compute.list_value_length(column)
+            yield from column.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from None
 
 
 def _is_number(text: str) -> bool:
@@ -219,3 +443,12 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_READERS: Mapping[str, Callable[[Path], Iterable[Any]]] = {
+    ".jsonl": _read_jsonl,
+    ".npy": _read_numpy,
+    ".npz": _read_numpy,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

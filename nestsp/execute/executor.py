@@ -20,6 +20,7 @@ from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
+from nestsp.execute.capability import executor_capabilities
 from nestsp.execute.local import LocalTokens, ReadTokens, load_local
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
@@ -87,12 +88,7 @@ class Executor:
                     f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
                     "degree 1"
                 )
-        for number, microbatch in enumerate(plan.microbatches):
-            if microbatch.num_kept_layers:
-                raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this executor recomputes all "
-                    "or none; plan with 0"
-                )
+        executor_capabilities(self.shape, recompute=self.recompute).check(plan)
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""

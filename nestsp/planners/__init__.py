@@ -1,4 +1,4 @@
-"""Planners: a batch in, a plan out. All are deterministic and share one protocol."""
+"""Planners: a batch in, a plan out. All are deterministic, plan on the prices of a `Ground`, and share one protocol."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Protocol
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
-from nestsp.config import PlannerConfig
-from nestsp.errors import ConfigError, InfeasibleError, did_you_mean
+from nestsp.errors import ConfigError, did_you_mean
 from nestsp.plan import Plan
-from nestsp.planners.nsp import NspPlanner
-from nestsp.planners.packing import check_lengths, smallest_fitting_level
-from nestsp.planners.static import StaticPlanner
-from nestsp.shape import ModelShape
-from nestsp.units import format_count
+from nestsp.planners.baselines import BaspGroups, BatchAdaptive, Judged, StaticDegree
+from nestsp.planners.flexsp import FlexSPGroups
+from nestsp.planners.ground import Ground
+from nestsp.planners.search import NestedGroups
 
-__all__ = ["PLANNERS", "NspPlanner", "Planner", "StaticPlanner", "check_lengths", "make_planner"]
+__all__ = ["PLANNERS", "Judged", "Planner", "check_planner", "make_planner"]
 
 
 class Planner(Protocol):
@@ -26,52 +24,52 @@ class Planner(Protocol):
         """Plan one batch; the same batch always gives the same plan."""
         ...
 
-
-def _static(config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: int) -> Planner:
-    degree = config.degree
-    if degree is None:  # the rule people follow: as few ranks as the longest sequence allows
-        level = smallest_fitting_level(tree, config.max_tokens_per_rank, longest)
-        degree = tree.degree(0 if level is None else level)
-    tree.level_of_degree(degree)
-    if config.degree is not None and -(-longest // degree) > config.max_tokens_per_rank:
-        raise InfeasibleError(
-            f"the longest sequence has {format_count(longest)} tokens and needs {format_count(-(-longest // degree))} "
-            f"on each of planner.degree = {degree} ranks, but planner.max_tokens_per_rank is "
-            f"{format_count(config.max_tokens_per_rank)}; raise one of them, or set data.max_length"
-        )
-    return StaticPlanner(tree, shape, config.max_tokens_per_rank, degree)
+    def judge(self, batch: SequenceBatch) -> Judged:
+        """Plan one batch, and say how long the ground takes the plan to last."""
+        ...
 
 
-def _nsp(config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: int) -> Planner:
-    if config.degree is not None:
-        raise ConfigError(
-            f"planner.degree is {config.degree}, but the nsp planner chooses a degree for each sequence; leave it out, "
-            "or take planner.name = static"
-        )
-    return NspPlanner(tree, shape, config.max_tokens_per_rank)
+def _static(ground: Ground, degree: int | None) -> Planner:
+    assert degree is not None, "who asks for static chooses its degree: see `best_static_degree`"
+    return StaticDegree(ground, degree)
 
 
-PLANNERS: Mapping[str, Callable[[PlannerConfig, GroupTree, ModelShape, int], Planner]] = {
+# For training, `nestsp plan` and `nestsp simulate` alike. The degree is the static planner's alone.
+PLANNERS: Mapping[str, Callable[[Ground, int | None], Planner]] = {
     "static": _static,
-    "nsp": _nsp,
+    "batch-adaptive": lambda ground, degree: BatchAdaptive(ground),
+    "basp": lambda ground, degree: BaspGroups(ground),
+    "flexsp": lambda ground, degree: FlexSPGroups(ground),
+    "nsp": lambda ground, degree: NestedGroups(ground),
 }
 
 
-def make_planner(config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: int) -> Planner:
-    """The planner that the settings ask for.
+def make_planner(name: str, ground: Ground, degree: int | None = None) -> Planner:
+    """The planner of a name.
 
     Args:
-        config: The planner's settings.
-        tree: The groups.
-        shape: The model.
-        longest: Tokens of the longest sequence there is.
+        name: One of `PLANNERS`.
+        ground: What to plan on.
+        degree: Ranks of each group, for ``static``, which needs it.
 
     Raises:
-        ConfigError: There is no such planner, or a setting does not go with it.
+        ConfigError: There is no such planner, or the degree does not go with it or with the tree.
     """
-    if config.name not in PLANNERS:
+    check_planner(name, degree, ground.tree)
+    return PLANNERS[name](ground, degree)
+
+
+def check_planner(name: str, degree: int | None, tree: GroupTree) -> None:
+    """Prove that a planner and its degree go together; see `make_planner`."""
+    if name not in PLANNERS:
         raise ConfigError(
-            f"planner.name is {config.name!r}, but the planners are {', '.join(PLANNERS)}"
-            f"{did_you_mean(config.name, PLANNERS)}"
+            f"planner.name is {name!r}, but the planners are {', '.join(PLANNERS)}{did_you_mean(name, PLANNERS)}"
         )
-    return PLANNERS[config.name](config, tree, shape, longest)
+    if degree is None:
+        return
+    if name != "static":
+        raise ConfigError(
+            f"planner.degree is {degree}, but the {name} planner chooses degrees itself; leave it out, or take "
+            "planner.name = static"
+        )
+    tree.level_of_degree(degree)

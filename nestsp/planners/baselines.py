@@ -7,6 +7,7 @@ microbatches leave more memory to spend on what recomputation keeps, and take wh
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -169,10 +170,18 @@ def static_degrees(tree: GroupTree) -> tuple[int, ...]:
     return tuple(tree.degree(level) for level in range(tree.num_levels))
 
 
-def best_static_degree(ground: Ground, batches: Sequence[SequenceBatch]) -> int | None:
-    """The one degree that is fastest over all batches and fits each, or None if none does."""
+def best_static_degree(
+    ground: Ground, batches: Sequence[SequenceBatch], degrees: Sequence[int] | None = None
+) -> int | None:
+    """The one degree that is fastest over all batches and fits each, or None if none does.
+
+    Args:
+        ground: What to plan on.
+        batches: The batches.
+        degrees: Those to choose from; None for all of the tree.
+    """
     totals: dict[int, float] = {}
-    for degree in static_degrees(ground.tree):
+    for degree in static_degrees(ground.tree) if degrees is None else degrees:
         try:
             planner = StaticDegree(ground, degree)
             totals[degree] = sum(planner.judge(batch).makespan_s for batch in batches)
@@ -336,7 +345,7 @@ def cut_by_tokens(batch: SequenceBatch, num_parts: int, first: float | None = No
     lengths = np.array([batch.lengths[i] for i in order])
     ends = np.cumsum(lengths)
     begins = (ends - lengths) / ends[-1]
-    if first is not None and num_parts > 1:  # stretch the first run, and shrink the others
+    if first is not None and 0 < first < 1 and num_parts > 1:  # stretch the first run, and shrink the others
         equal = 1 / num_parts
         begins = np.where(begins < first, begins / first * equal, equal + (begins - first) / (1 - first) * (1 - equal))
     part_of = np.minimum((begins * num_parts).astype(int), num_parts - 1)
@@ -347,7 +356,10 @@ def cut_by_tokens(batch: SequenceBatch, num_parts: int, first: float | None = No
 
 
 def join_packings(tree: GroupTree, batch: SequenceBatch, packings: list[tuple[list[int], Packing]]) -> Packing:
-    """One packing of several, each of one microbatch and its own sequences."""
+    """One packing of several, each of one microbatch and its own sequences; of none, an empty microbatch."""
+    if not packings:
+        nothing = np.zeros((1, tree.num_ranks))
+        packings = [([], Packing(tree, [], [], [], nothing, nothing))]
     levels, microbatches, groups = ([0] * batch.num_sequences for _ in range(3))
     for number, (part, packing) in enumerate(packings):
         for i in part:
@@ -362,8 +374,11 @@ def _pack_disjoint(
 ) -> Packing | None:
     """Give each used level its ranks, in falling degree so that groups stay aligned, then fill each by itself."""
     tree = ground.tree
-    used = sorted({levels[i] for i in part})
-    work = {lv: sum(seconds[lv, i] for i in part if levels[i] == lv) * tree.degree(lv) for lv in used}
+    members: dict[int, list[int]] = {}
+    for i in part:
+        members.setdefault(levels[i], []).append(i)
+    used = sorted(members)
+    work = {lv: float(seconds[lv, members[lv]].sum()) * tree.degree(lv) for lv in used}
     total = sum(work.values())
     counts = {lv: max(1, int(work[lv] / total * tree.num_ranks / tree.degree(lv))) for lv in used}
     while sum(counts[lv] * tree.degree(lv) for lv in used) > tree.num_ranks:
@@ -383,16 +398,20 @@ def _pack_disjoint(
     for level in used:
         degree = tree.degree(level)
         mine = list(range(first // degree, first // degree + counts[level]))
-        load, size = np.zeros(len(mine)), np.zeros(len(mine))
-        for i in part:
-            if levels[i] != level:
-                continue
-            order = np.where(size + num_bytes[level, i] <= ground.free_bytes, load, np.inf)
-            b = int(order.argmin())
-            if not np.isfinite(order[b]):
+        load, size, heap = [0.0] * len(mine), [0.0] * len(mine), [(0.0, b) for b in range(len(mine))]
+        adds, needs = seconds[level, members[level]].tolist(), num_bytes[level, members[level]].tolist()
+        for i, add, need in zip(members[level], adds, needs, strict=True):
+            full = []
+            while heap and size[heap[0][1]] + need > ground.free_bytes:
+                full.append(heapq.heappop(heap))
+            if not heap:
                 return None
-            load[b] += seconds[level, i]
-            size[b] += num_bytes[level, i]
+            b = heap[0][1]
+            load[b] += add
+            size[b] += need
+            heapq.heapreplace(heap, (load[b], b))
+            for entry in full:
+                heapq.heappush(heap, entry)
             groups[i] = mine[b]
         ranks = slice(mine[0] * degree, (mine[-1] + 1) * degree)
         loads[0, ranks], held[0, ranks] = np.repeat(load, degree), np.repeat(size, degree)

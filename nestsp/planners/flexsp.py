@@ -43,7 +43,8 @@ __all__ = ["FlexSPGroups", "bucket_lengths"]
 Floats = npt.NDArray[np.float64]
 
 _NUM_BUCKETS = 16
-# Parts of all tokens that the first microbatch may have; beside equal ones, the greedily best cut is solved.
+# Parts of all tokens that the first microbatch may have, beside equal ones and the longest sequence alone: these two
+# are solved, and the greedily best one of all.
 _FIRST_PARTS = (0.2, 0.3, 0.4, 0.6, 0.7)
 
 
@@ -82,19 +83,23 @@ class FlexSPGroups:
         greedy = DisjointGroups(ground)
         found = greedy.candidates(batch)
         least = ground.least_microbatches(batch)
+        alone = max(batch.lengths, default=0) / max(1, batch.num_tokens)
         best = np.inf
         for number in range(least, least + self.max_more + 1):
-            cuts = []
-            for first in (None, *_FIRST_PARTS) if number > 1 else (None,):
+            cuts, chosen = [], []
+            for first in (None, alone, *_FIRST_PARTS) if number > 1 else (None,):
                 parts = cut_by_tokens(batch, number, first)
                 packed = [greedy.pack_part(part, seconds, sizes) for part in parts]
                 tried = [(part, packing) for part, packing in zip(parts, packed, strict=True) if packing is not None]
                 if len(tried) == len(parts):
                     cuts.append(tried)
+                    chosen += [tried] if first in (None, alone) else []
             if not cuts:
                 continue
             total = np.inf
-            for starts in [cuts[0]] + [cut for cut in [min(cuts, key=_slowest_s)] if cut is not cuts[0]]:
+            greedily_best = min(cuts, key=_slowest_s)
+            chosen += [greedily_best] if all(cut is not greedily_best for cut in chosen) else []
+            for starts in chosen:
                 solved = [(part, self._solve(batch, part, start, seconds, sizes)) for part, start in starts]
                 total = min(total, _slowest_s(solved) + ground.fixed_s * len(solved))
                 found.append(Candidate("flexsp", join_packings(ground.tree, batch, solved)))

@@ -25,13 +25,34 @@ from nestsp.cost.comm import Payload, member_widths
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
+from nestsp.planners.levels import Packing
 from nestsp.planners.recompute import spend_memory
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
 
-__all__ = ["Ground", "cost_ground"]
+__all__ = ["Ground", "Prices", "cost_ground"]
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds for each level: a guess at what a finished plan will spare and hide, or what it cannot.
+
+    Attributes:
+        linear_s: Per token, what is counted of the exchanges included.
+        square_s: Per squared token.
+        inside: Sequences that fit into a group inside a host go to no group that crosses hosts.
+    """
+
+    linear_s: tuple[float, ...]
+    square_s: tuple[float, ...]
+    inside: bool = False
+
+    def seconds(self, lengths: Floats) -> Floats:
+        """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
+        seconds: Floats = np.array(self.linear_s)[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +69,14 @@ class Ground:
         fixed_s: Seconds of a microbatch beside its work.
         least_part: What part of the closed form a finished plan has at least, where no rank has two groups and so
             nothing hides an exchange.
+        guesses: Prices to search with: what is kept and what is hidden is decided later.
+        floor: Prices that no finished plan undercuts where no rank has two groups, kept layers left out.
+        gathers_s: Of all gathers and reductions of a microbatch, what `fixed_s` has not; it lasts at least so long.
+        layer_s: Seconds per token that each kept layer spares; zero where nothing can be kept.
+        layer_bytes: Bytes per token that it costs.
+        token_bytes: Bytes per token on the rank that holds it, whatever is kept.
+        num_layers: How many could be kept.
+        num_crossing: Levels whose groups cross hosts; those after them do not.
         check: Raises what tells a user why a batch does not fit at all.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
         evaluate: Seconds of a finished plan; infinite if it does not fit into memory.
@@ -61,25 +90,66 @@ class Ground:
     free_bytes: float
     fixed_s: float
     least_part: float
+    guesses: tuple[Prices, ...]
+    floor: Prices
+    gathers_s: float
+    layer_s: float
+    layer_bytes: float
+    token_bytes: float
+    num_layers: int
+    num_crossing: int
     check: Callable[[SequenceBatch], None]
     finish: Callable[[Plan], Plan]
     evaluate: Callable[[Plan], float]
 
-    def seconds(self, lengths: Floats, *, exchanges: float = 1.0) -> Floats:
-        """float64 [levels, sequences], what each sequence adds to each rank of a group of each level.
-
-        Args:
-            lengths: float64 [sequences].
-            exchanges: Which part of the exchanges to count; the rest is taken to be hidden.
-        """
-        linear = np.array(self.linear_s) + exchanges * np.array(self.exchange_s)
-        return linear[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+    def seconds(self, lengths: Floats) -> Floats:
+        """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
+        linear = np.array(self.linear_s) + np.array(self.exchange_s)
+        seconds: Floats = linear[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        return seconds
 
     def bytes(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences]; a split sequence counts a token more for each rank, since parts are whole."""
         degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)])[:, None]
         more = np.where(degrees > 1, degrees, 0)
         return np.array(self.bytes_per_token)[:, None] * (lengths + more)
+
+    def kept_layers(self, tokens: Floats) -> Floats:
+        """How many layers a rank with so many tokens has room for, at most."""
+        if not self.layer_bytes:
+            return np.zeros_like(tokens)
+        room = self.free_bytes - self.token_bytes * tokens
+        kept: Floats = np.clip(room / (np.maximum(tokens, 1.0) * self.layer_bytes), 0.0, float(self.num_layers))
+        return kept
+
+    def estimate_s(self, slowest_s: Floats, held_bytes: Floats) -> float:
+        """Seconds of a finished plan, about: as many layers are kept as its fullest rank has room for.
+
+        Args:
+            slowest_s: float64 [microbatches], the slowest rank of each.
+            held_bytes: float64 [microbatches, ranks].
+        """
+        tokens = held_bytes.max(axis=1) / self.bytes_per_token[-1]
+        spared = self.kept_layers(tokens) * self.layer_s * tokens
+        return float(np.maximum(slowest_s - spared, self.gathers_s).sum()) + self.fixed_s * len(slowest_s)
+
+    def floor_s(self, packing: Packing, lengths: Floats) -> float:
+        """Seconds that no finished plan of a packing undercuts, if no rank has two groups."""
+        num_microbatches, num_ranks = len(packing.loads_s), self.tree.num_ranks
+        seconds, levels = self.floor.seconds(lengths), np.array(packing.levels, dtype=np.int64)
+        numbers, groups = (np.array(each, dtype=np.int64) for each in (packing.microbatches, packing.groups))
+        busy, held = np.zeros((num_microbatches, num_ranks)), np.zeros((num_microbatches, num_ranks))
+        for level in np.unique(levels).tolist():
+            degree = self.tree.degree(level)
+            here = np.flatnonzero(levels == level)
+            places, size = numbers[here] * (num_ranks // degree) + groups[here], num_microbatches * num_ranks // degree
+            for total, each in ((busy, seconds[level, here]), (held, lengths[here] / degree)):
+                total += np.repeat(np.bincount(places, each, size), degree).reshape(total.shape)
+        held = np.maximum(held - 1.0, 0.0)  # shares of a stream differ by one token
+        kept = self.kept_layers(held.max(axis=1))[:, None]
+        least: Floats = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
+        lasts = float(np.maximum(least, self.gathers_s).sum())
+        return lasts + self.fixed_s * num_microbatches
 
     def least_microbatches(self, batch: SequenceBatch) -> int:
         """The least number of microbatches that memory admits."""
@@ -105,18 +175,34 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     backward = float(compute.best_attention_s("backward", heads, 0 * unit, unit)[0])
     forward_linear = float(compute.best_attention_s("forward", heads, unit, 0 * unit)[0])
     backward_linear = float(compute.best_attention_s("backward", heads, unit, 0 * unit)[0])
-    linear, square, exchange, num_bytes = [], [], [], []
-    for level in range(tree.num_levels):
-        degree = tree.degree(level)
-        share = float(cost.head_fractions(level).max())
-        attention = layers * (2 * forward_linear + backward_linear) * share
-        linear.append((4 * layers * compute.linear_s + cost.head_s) / degree + attention)
-        square.append(layers * (2 * forward + backward) * share)
-        links = (*comm.forward(level), *comm.forward(level), *comm.backward(level))
-        exchange.append(layers * sum(link.s_per_token for link in links))
+    shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
+    degrees = [tree.degree(level) for level in range(tree.num_levels)]
+    num_bytes = []
+    for degree, share in zip(degrees, shares, strict=True):
         key_share = member_widths(shape, Payload(0, 1), degree).max() / shape.kv_width
         split = (memory.layer_exchanged + memory.exchange_buffers) * max(share, key_share) if degree > 1 else 0.0
         num_bytes.append(memory.least_bytes_per_token / degree + memory.layer_input / degree + split)
+
+    def exchanges(forwards: int, kept: bool) -> list[float]:
+        links = [(*forwards * comm.forward(level), *comm.backward(level, kept=kept)) for level in range(len(degrees))]
+        return [layers * sum(link.s_per_token for link in each) for each in links]
+
+    def prices(forwards: int, *, head: bool, exposed: float, kept: bool = True, inside: bool = False) -> Prices:
+        """Of plans that run the attention of the forward pass so many times."""
+        per_token = 4 * layers * compute.linear_s + cost.head_s * head
+        attention = layers * (forwards * forward_linear + backward_linear)
+        exchange = exchanges(forwards, kept)
+        return Prices(
+            linear_s=tuple(
+                per_token / degree + attention * share + exposed * exchange[level]
+                for level, (degree, share) in enumerate(zip(degrees, shares, strict=True))
+            ),
+            square_s=tuple(layers * (forwards * forward + backward) * share for share in shares),
+            inside=inside,
+        )
+
+    bare = prices(2, head=True, exposed=0.0, kept=False)
+    linear, square, exchange = bare.linear_s, bare.square_s, exchanges(2, False)
     free = cost.memory_per_rank_bytes - memory.fixed
     # The loss slice is another moment, with fewer bytes per token but those of the slice.
     at_loss = (free - memory.loss_slice) / (layers * memory.layer_input + memory.loss_hidden)
@@ -126,8 +212,8 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         raise InfeasibleError("a slice of the loss does not fit into memory; make train.loss_slice_tokens smaller")
     return Ground(
         tree=tree,
-        linear_s=tuple(linear),
-        square_s=tuple(square),
+        linear_s=linear,
+        square_s=square,
         exchange_s=tuple(exchange),
         bytes_per_token=tuple(num_bytes),
         free_bytes=free,
@@ -137,6 +223,19 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             (forward + backward) / (2 * forward + backward),
             2 / 3,  # of the exchanges: those of the recompute can be spared
         ),
+        guesses=(
+            # Ranks with long sequences have less of the head, and wait for those with more: so it counts for none.
+            prices(1, head=False, exposed=1.0),
+            prices(1, head=False, exposed=0.6, inside=True),
+            prices(2, head=True, exposed=0.3),
+        ),
+        floor=prices(1, head=True, exposed=1.0, kept=False),
+        gathers_s=(2 * layers - 1) * cost.layer_gather_s + (layers - 1) * cost.layer_reduce_s,
+        layer_s=compute.linear_s,
+        layer_bytes=memory.layer_local - memory.layer_input,
+        token_bytes=layers * memory.layer_input + memory.gradients,
+        num_layers=layers,
+        num_crossing=sum(any(link.network for link in comm.forward(level)) for level in range(tree.num_levels)),
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
         finish=lambda plan: spend_memory(plan, cost),
         evaluate=lambda plan: _judge(plan, cost, streaming),

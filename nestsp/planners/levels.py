@@ -1,15 +1,16 @@
 """The packing of all cost-driven planners: which group takes each sequence, in which microbatch?
 
-Either each sequence has its level (`pack_levels`), or it takes the smallest degree at which some group ends within a
-target (`pack_target`). Levels are filled from the root down, longest sequence first, each on the group whose ranks have
-the least work and that has room. While a level is filled, all ranks of one of its groups have the same work, since what
-lies there came from groups at least as large: so a group is one number, and going a level down copies it to its
-children. Price: one heap operation a sequence.
+Either each sequence has its level (`pack_levels`), or it takes the smallest degree at which some group ends within its
+microbatch's target (`pack_within`). Levels are filled from the root down, longest sequence first, each on the group
+whose ranks have the least work and that has room. While a level is filled, all ranks of one of its groups have the same
+work, since what lies there came from groups at least as large: so a group is one number, and going a level down copies
+it to its children. Price: one heap operation a sequence.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.plan import Plan
 
-__all__ = ["Packing", "pack_levels", "pack_target"]
+__all__ = ["Packing", "pack_levels", "pack_within"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -126,53 +127,130 @@ def pack_levels(
     return Packing(tree, list(levels), microbatch_of, group_of, loads_s, np.array(held).reshape(shape))
 
 
-def pack_target(
+def pack_within(
     tree: GroupTree,
-    target_s: float,
+    targets_s: Sequence[float],
     order: Sequence[int],
     seconds: Sequence[Sequence[float]],
     num_bytes: Sequence[Sequence[float]],
     free_bytes: float,
-    num_microbatches: int,
+    s_per_byte: float = 0.0,
 ) -> Packing | None:
-    """Place each sequence on a group of the smallest degree that ends within a target, or None if it finds no room.
+    """Place each sequence on the smallest degree at which some group ends within its microbatch's target.
 
-    Degrees only fall along the order, as lengths do. Where no group ends within the target, the one of the degree
-    reached that ends first takes the sequence. For the other arguments see `pack_levels`.
+    Degrees only fall along the order, as lengths do, and the group with the most time left takes the sequence. What no
+    group has time for then goes into the gaps that are left, on as few ranks as end within the target: a short sequence
+    split over some ranks fills gaps that are shorter than itself. None if one finds no place within the targets.
+
+    Args:
+        tree: The groups.
+        targets_s: For each microbatch how long its ranks may work.
+        order: The sequences, longest first.
+        seconds: [levels, sequences], what each adds to a rank of its group.
+        num_bytes: The same in bytes; infinite where a sequence may not go.
+        free_bytes: What a rank may hold in one microbatch.
+        s_per_byte: Price of room in time: above 0, groups that have more time than room come first, so that the long
+            sequences, which take more time for each byte, go there.
     """
-    num_sequences, last = len(seconds[0]), tree.num_levels - 1
+    num_microbatches, num_sequences, last = len(targets_s), len(seconds[0]), tree.num_levels - 1
+    degrees = [tree.degree(level) for level in range(tree.num_levels)]
     levels, microbatch_of, group_of = [0] * num_sequences, [0] * num_sequences, [0] * num_sequences
-    loads, held = [0.0] * num_microbatches, [0.0] * num_microbatches
-    heap = [(0.0, index) for index in range(num_microbatches)]
+    # One number for each group, microbatch after microbatch: how far it is above its target.
+    over, held = [-target for target in targets_s], [0.0] * num_microbatches
+    heap = [(load, load, index) for index, load in enumerate(over)]
+    heapq.heapify(heap)
     now, num_groups = 0, 1
+    left: list[int] = []
+    full: list[tuple[float, float, int]] = []  # groups without room for what came last, the emptiest first
     for i in order:
-        full = []  # groups without room even at the largest degree that is still open
-        while heap and held[heap[0][1]] + num_bytes[now][i] > free_bytes:
-            full.append(heapq.heappop(heap))
+        adds, needs = seconds[now][i], num_bytes[now][i]
+        while full and full[0][0] + needs <= free_bytes:
+            size, load, index = heapq.heappop(full)
+            heapq.heappush(heap, (load - s_per_byte * size, load, index))
+        while heap and free_bytes < held[heap[0][2]] + needs < math.inf:
+            _, load, index = heapq.heappop(heap)
+            heapq.heappush(full, (held[index], load, index))
         if not heap:
-            return None
-        load, index = heap[0]
+            left.append(i)
+            continue
+        _, load, index = heap[0]
         chosen = now
         for level in range(last, now, -1):
-            if load + seconds[level][i] <= target_s and held[index] + num_bytes[level][i] <= free_bytes:
+            if load + seconds[level][i] <= 0.0 and held[index] + num_bytes[level][i] <= free_bytes:
                 chosen = level
                 break
         if chosen > now:
-            fanout = tree.degree(now) // tree.degree(chosen)
-            loads = [load for load in loads for _ in range(fanout)]
+            fanout = degrees[now] // degrees[chosen]
+            over = [load for load in over for _ in range(fanout)]
             held = [size for size in held for _ in range(fanout)]
-            heap = [(load, index) for index, load in enumerate(loads)]
+            heap = [(load - s_per_byte * held[index], load, index) for index, load in enumerate(over)]
             heapq.heapify(heap)
-            now, num_groups, full, index = chosen, num_groups * fanout, [], index * fanout
-            while heap[0][1] != index:  # the first child of the group that has room
-                full.append(heapq.heappop(heap))
-        loads[index] = load + seconds[now][i]
-        held[index] += num_bytes[now][i]
-        heapq.heapreplace(heap, (loads[index], index))
-        for entry in full:
-            heapq.heappush(heap, entry)
+            index *= fanout
+            now, num_groups, full = chosen, num_groups * fanout, []
+            adds, needs = seconds[now][i], num_bytes[now][i]
+            while heap[0][2] != index:  # the first child of the group that has room
+                _, load, other = heapq.heappop(heap)
+                heapq.heappush(full, (held[other], load, other))
+            load = heap[0][1]
+        if load + adds > 0.0 or needs == math.inf:
+            left.append(i)
+            continue
+        load += adds
+        over[index] = load
+        held[index] = size = held[index] + needs
+        heapq.heapreplace(heap, (load - s_per_byte * size, load, index))
         levels[i] = now
         microbatch_of[i], group_of[i] = divmod(index, num_groups)
-    fanout = tree.degree(now)
-    arrays = [np.repeat(np.array(each), fanout).reshape(num_microbatches, tree.num_ranks) for each in (loads, held)]
-    return Packing(tree, levels, microbatch_of, group_of, arrays[0], arrays[1])
+    if sum(over) * degrees[now] + sum(seconds[last][i] for i in left) > 0.0:
+        return None
+    arrays = [np.repeat(np.array(each), degrees[now]).reshape(num_microbatches, -1) for each in (over, held)]
+    packing = Packing(tree, levels, microbatch_of, group_of, arrays[0], arrays[1])
+    if not _fill_gaps(packing, left, seconds, num_bytes, free_bytes):
+        return None
+    packing.loads_s += np.array(targets_s)[:, None]
+    return packing
+
+
+def _fill_gaps(
+    packing: Packing,
+    left: list[int],
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[Sequence[float]],
+    free_bytes: float,
+) -> bool:
+    """Place what is left on the fewest ranks that stay at or below zero; whether all found a place."""
+    tree, last = packing.tree, packing.tree.num_levels - 1
+    degrees = [tree.degree(level) for level in range(tree.num_levels)]
+    loads, sizes = _tops(packing.loads_s, tree), _tops(packing.held_bytes, tree)
+    for i in left:
+        for level in range(last, -1, -1):
+            ends = loads[level]
+            at = int(ends.argmin())
+            if sizes[level].flat[at] + num_bytes[level][i] > free_bytes:
+                ends = np.where(sizes[level] + num_bytes[level][i] <= free_bytes, ends, np.inf)
+                at = int(ends.argmin())
+            if ends.flat[at] + seconds[level][i] <= 0.0:
+                break
+        else:
+            return False
+        microbatch, group = divmod(at, loads[level].shape[1])
+        ranks = slice(group * degrees[level], (group + 1) * degrees[level])
+        for tops, add in ((loads, seconds[level][i]), (sizes, num_bytes[level][i])):
+            tops[last][microbatch, ranks] += add
+            for above in range(last - 1, -1, -1):
+                # the groups of this level that hold some of these ranks
+                first, stop = ranks.start // degrees[above], -(-ranks.stop // degrees[above])
+                fanout = tree.fanouts[above]
+                below = tops[above + 1][microbatch, first * fanout : stop * fanout]
+                tops[above][microbatch, first:stop] = below.reshape(-1, fanout).max(axis=1)
+        packing.levels[i], packing.microbatches[i], packing.groups[i] = level, microbatch, group
+    packing.loads_s, packing.held_bytes = loads[last], sizes[last]
+    return True
+
+
+def _tops(values: Floats, tree: GroupTree) -> list[Floats]:
+    """For each level the largest value of each group's ranks, float64 [microbatches, groups]."""
+    tops = [values]
+    for fanout in reversed(tree.fanouts):
+        tops.append(tops[-1].reshape(len(values), -1, fanout).max(axis=2))
+    return tops[::-1]

@@ -1,22 +1,25 @@
 """Nested groups by search: any sequence on any group of the tree, several levels at once on the same ranks.
 
-1. *Levels.* A sequence goes to the smallest degree at which it takes no longer than a threshold times the mean work of
-   a rank; a dozen thresholds, exchanges counted in full or in part, and a few numbers of microbatches are packed
-   (`pack_levels`) and compared by the closed form.
-2. *Local search.* From the best of each number of microbatches, sequences of the slowest ranks move to where the sum of
-   the slowest ranks falls, at any level and in any microbatch.
-3. *Finalists.* Each is finished (what recomputation keeps) and judged by the ground, as are the plans of every single
-   level, BASP and greedy disjoint groups: so it is never slower than those. For the winner a few level orders are
-   judged too.
+1. *Targets.* How long may each microbatch last? If nothing is lost, the batch lasts as long as all work at each
+   sequence's cheapest degree that keeps within the targets, spread over all ranks. So targets decide degrees, and
+   degrees the least total. All microbatches get one target, but the first may last longer or shorter by some
+   difference: that of the longest sequences at each of their degrees, and a few between.
+2. *Packing.* For each difference, the least total that `pack_within` can keep is found by bisection, if it beats what
+   another difference gave.
+3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
+   as are the plans of every single level, BASP and greedy disjoint groups: so it is never slower than those. For the
+   winner a few level orders are judged too.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
-in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two.
+in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
+a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,38 +33,31 @@ from nestsp.planners.baselines import (
     Candidate,
     DisjointGroups,
     Judged,
-    join_packings,
     judge_best,
     judged_or_refused,
     longest_first,
-    smallest_degrees,
     static_degrees,
 )
-from nestsp.planners.ground import Ground
-from nestsp.planners.levels import Packing, pack_levels, pack_target
+from nestsp.planners.ground import Ground, Prices
+from nestsp.planners.levels import Packing, pack_within
 
 __all__ = ["NestedGroups"]
 
 Floats = npt.NDArray[np.float64]
 
-_THRESHOLDS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.1, 1.4)
-# A sequence that keeps no threshold may take so many times its least time, on fewer ranks.
-_NEARLY = (1.0, 1.05)
-# Times the mean work of a rank, exchanges included, at each sequence's cheapest degree.
-_TARGETS = (1.01, 1.03, 1.06, 1.1, 1.14, 1.18, 1.22, 1.27, 1.33, 1.4, 1.5, 1.7)
-# Which part of the exchanges is taken to be in nobody's shadow.
-_EXCHANGES = (1.0, 0.3)
-# Moves of the local search, and how many of the slowest rank's largest sequences each considers.
-_MOVES = 40
-_MOVERS = 6
-# Where memory is scarce, the first packing may use only so much of it, so that the next steps have room to move.
-_MEMORY = (1.0, 0.95, 0.9, 0.85, 0.8)
-# A move must make the sum of the slowest ranks smaller by this fraction.
-_LEAST_GAIN = 2e-4
-# How many packings of each number of microbatches and part of the exchanges are refined, and how many judged.
-_FINALISTS = 3
-# How often all microbatches are packed again by themselves.
-_ROUNDS = 2
+# How many of the longest sequences' own times may be the first microbatch's target, and how much longer or shorter than
+# the others it may last beside those, as parts of the mean.
+_LONGEST = 2
+_DIFFERENCES = (-0.3, -0.15, 0.15, 0.3, 0.5, 0.75, 1.0)
+# A target that is not kept may be so much larger the next time, and the total is found to this fraction.
+_WIDER = (1.02, 1.08, 1.3, 2.0, 5.0)
+_PRECISION = 1.5e-3
+# Sequences placed by all packings of one guess and number of microbatches, and how many packings there are at least.
+_PLACED = 24_000
+_PACKINGS = 3
+# Numbers of microbatches that are tried, and how many packings are judged of all.
+_NUMBERS = 3
+_FINALISTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,172 +79,145 @@ class NestedGroups:
         ground = self.ground
         ground.check(batch)
         candidates = [Candidate("nsp", packing) for packing in self.packings(batch)]
+        lengths = np.array(batch.lengths, float)
         for other in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground)):
-            candidates += other.candidates(batch)
+            for candidate in other.candidates(batch):
+                candidates.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
         best = judged_or_refused(judge_best(ground, batch, candidates), batch)
         reverse = dataclasses.replace(best.plan, level_order=tuple(reversed(best.plan.level_order)))
         best = min(best, Judged(reverse, ground.evaluate(reverse)), key=lambda j: j.makespan_s)
         return Judged(dataclasses.replace(best.plan, planner="nsp"), best.makespan_s)
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
-        """The finalists of the search: the best packing for each number of microbatches and share of exchanges."""
-        ground, tree = self.ground, self.ground.tree
-        lengths = np.array(batch.lengths, float)
-        order = longest_first(batch)
-        degrees = np.array(static_degrees(tree), float)[:, None]
-        num_bytes = ground.bytes(lengths)
-        found: list[Packing] = []
+        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches."""
+        ground = self.ground
+        if not batch.num_sequences:
+            return []
+        searches = [_Search.of(ground, batch, guess) for guess in ground.guesses]
+        found: list[tuple[float, Packing]] = []
         least = ground.least_microbatches(batch)
-        numbers = 0
+        best_s, numbers = math.inf, 0
         for number in range(least, least + batch.num_sequences + 2):
-            at_this_number = []
-            for exchanges in _EXCHANGES:
-                seconds = ground.seconds(lengths, exchanges=exchanges)
-                mean = float((seconds * degrees).min(axis=0).sum()) / (tree.num_ranks * number)
-                tight = (
-                    batch.num_tokens * ground.bytes_per_token[-1] > 0.7 * number * tree.num_ranks * ground.free_bytes
-                )
-                refined = []
-                for part_of_memory in _MEMORY if tight else _MEMORY[:1]:
-                    limit = part_of_memory * ground.free_bytes
-                    tried = _pack_all(ground, order, seconds, num_bytes, mean, number, limit)
-                    for packing in sorted(tried, key=lambda p: p.slowest_s)[:_FINALISTS]:
-                        refined.append(self._refine(packing, batch, seconds, num_bytes))
-                at_this_number += sorted(refined, key=lambda p: p.slowest_s)[:_FINALISTS]
-            found += at_this_number
-            numbers += bool(at_this_number)
-            if numbers == 2:
+            if number * (ground.gathers_s + ground.fixed_s) >= best_s:
                 break
-        return found
+            here: list[tuple[float, Packing]] = []
+            for search in searches:
+                nothing_lost = search.least_s(math.inf) + number * ground.fixed_s
+                if ground.layer_bytes or nothing_lost < best_s:
+                    here += [(search.estimate_s(packing), packing) for packing in search.best(number)]
+            found += here
+            numbers += bool(found)
+            this_s = min((seconds for seconds, _ in here), default=math.inf)
+            if numbers == _NUMBERS or (found and this_s >= best_s):
+                break
+            best_s = min(best_s, this_s)
+        return [packing for _, packing in sorted(found, key=_first)[:_FINALISTS]]
 
-    def _refine(self, packing: Packing, batch: SequenceBatch, seconds: Floats, num_bytes: Floats) -> Packing:
-        """Move single sequences and pack microbatches again, as long as it helps."""
-        free = self.ground.free_bytes
-        packing = _improve(packing, seconds, num_bytes, free)
-        for _ in range(_ROUNDS if len(packing.loads_s) > 1 else 0):
-            before = packing.slowest_s
-            packing = _repack(packing, self.ground, batch, seconds, num_bytes)
-            packing = _improve(packing, seconds, num_bytes, free)
-            if packing.slowest_s > before * (1 - 1e-4):
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A batch with its prices by one guess.
+
+    Attributes:
+        order: Positions, longest first.
+        seconds: float64 [levels, sequences], what each adds to a rank of a group of each level.
+        work: float64 [levels, sequences], the same of all ranks of the group, over all ranks; infinite where the
+            sequence may not go.
+        prices: Seconds and bytes as lists, these too infinite there.
+        bare_s: float64 [levels, sequences], the ground's own prices, without any guess.
+    """
+
+    ground: Ground
+    order: list[int]
+    seconds: Floats
+    work: Floats
+    prices: tuple[list[list[float]], list[list[float]]]
+    bare_s: Floats
+
+    @classmethod
+    def of(cls, ground: Ground, batch: SequenceBatch, guess: Prices) -> _Search:
+        lengths = np.array(batch.lengths, float)
+        seconds, num_bytes = guess.seconds(lengths), ground.bytes(lengths)
+        if guess.inside:
+            small = (num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
+            num_bytes[: ground.num_crossing, small] = np.inf
+        degrees = np.array(static_degrees(ground.tree), float)[:, None]
+        work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
+        prices = seconds.tolist(), num_bytes.tolist()
+        return cls(ground, longest_first(batch), seconds, work, prices, ground.seconds(lengths))
+
+    def least_s(self, most_s: float) -> float:
+        """Sum of all microbatches if nothing is lost and no sequence lasts longer; infinite if one must."""
+        within: Floats = np.where(self.seconds <= most_s, self.work, np.inf)
+        return float(within.min(axis=0).sum())
+
+    def estimate_s(self, packing: Packing) -> float:
+        """Seconds of a finished plan of a packing, about, comparable with those of other guesses."""
+        index = np.arange(len(packing.levels))
+        levels, degrees = np.array(packing.levels), np.array(static_degrees(self.ground.tree), float)
+        more = (self.bare_s - self.seconds)[levels, index] * degrees[levels]
+        each = np.bincount(packing.microbatches, more, len(packing.loads_s)) / self.ground.tree.num_ranks
+        return self.ground.estimate_s(packing.loads_s.max(axis=1) + each, packing.held_bytes)
+
+    def best(self, num_microbatches: int) -> list[Packing]:
+        """The packings with the least sum of slowest ranks: of equal targets, and if that is less, of others."""
+        even = self.least_s(math.inf) / num_microbatches
+        for _ in range(4):
+            total = self.least_s(even)
+            if math.isfinite(total):
+                even = total / num_microbatches
+            else:  # some sequence takes longer at any degree
+                even = max(even, float(np.where(np.isfinite(self.work), self.seconds, np.inf).min(axis=0).max()))
+        tries = iter(range(max(_PACKINGS, _PLACED // len(self.order))))
+        equal = best = self._bisect(num_microbatches, even, 0.0, None, tries)
+        for longer in self._differences(even) if num_microbatches > 1 else ():
+            best = self._bisect(num_microbatches, even, longer, best, tries)
+        return [packing for packing in (equal, best if best is not equal else None) if packing is not None]
+
+    def _differences(self, even_s: float) -> list[float]:
+        """By how much the first microbatch may last longer than the others."""
+        columns = self.order[:_LONGEST]
+        times = self.seconds[:, columns][np.isfinite(self.work[:, columns])]
+        own = sorted({float(t) - even_s for t in times if even_s < t < 5 * even_s})
+        return [*own, *(part * even_s for part in _DIFFERENCES)]
+
+    def _bisect(
+        self, num_microbatches: int, even_s: float, longer_s: float, best: Packing | None, tries: Iterator[int]
+    ) -> Packing | None:
+        """The packing with the least total of this difference, or the best so far if that is no worse."""
+        low = max(self.least_s(even_s + max(longer_s, 0.0)), abs(longer_s))
+        if not math.isfinite(low):
+            low = num_microbatches * even_s + longer_s
+        highs = [low * wider for wider in _WIDER]
+        if best is not None:
+            highs = [best.slowest_s * (1 - _PRECISION)]
+            if highs[0] <= low or next(tries, None) is None:
+                return best
+        for high in highs:
+            if best is None and longer_s and next(tries, None) is None:
+                return None
+            packing = self._pack(num_microbatches, high, longer_s)
+            if packing is not None:
                 break
+            low = high
+        else:
+            return best
+        while packing.slowest_s > low * (1 + _PRECISION) and next(tries, None) is not None:
+            middle = math.sqrt(low * packing.slowest_s)
+            closer = self._pack(num_microbatches, middle, longer_s)
+            if closer is None:
+                low = middle
+            else:
+                packing = closer
         return packing
 
-
-def _pack_all(
-    ground: Ground,
-    order: list[int],
-    seconds: Floats,
-    num_bytes: Floats,
-    mean_s: float,
-    num_microbatches: int,
-    free: float,
-) -> list[Packing]:
-    """The packings of all thresholds and all targets."""
-    tree = ground.tree
-    prices = seconds.tolist(), num_bytes.tolist()
-    found = []
-    seen: set[tuple[int, ...]] = set()
-    for threshold, nearly in itertools.product(_THRESHOLDS, _NEARLY):
-        levels = smallest_degrees(seconds, num_bytes, threshold * mean_s, 0.9 * free, nearly=nearly)
-        if tuple(levels) not in seen:
-            seen.add(tuple(levels))
-            found.append(pack_levels(tree, levels, order, *prices, free, num_microbatches))
-            longer_s = _longer_s(ground, levels, order, seconds, num_microbatches)
-            if longer_s > 0:
-                found.append(pack_levels(tree, levels, order, *prices, free, num_microbatches, longer_s))
-    for slack in _TARGETS:
-        found.append(pack_target(tree, slack * mean_s, order, *prices, free, num_microbatches))
-    return [packing for packing in found if packing is not None]
+    def _pack(self, num_microbatches: int, total_s: float, longer_s: float) -> Packing | None:
+        others = (total_s - longer_s) / num_microbatches
+        if min(others, others + longer_s) <= self.ground.gathers_s * (num_microbatches > 1):
+            return None
+        targets = [others + longer_s, *[others] * (num_microbatches - 1)]
+        return pack_within(self.ground.tree, targets, self.order, *self.prices, self.ground.free_bytes)
 
 
-def _longer_s(ground: Ground, levels: list[int], order: list[int], seconds: Floats, num_microbatches: int) -> float:
-    """How much longer the microbatch of the longest sequence lasts than the others, if it ends with that sequence."""
-    if num_microbatches == 1 or not order:
-        return 0.0
-    chosen, index = np.array(levels)[order], np.array(order)
-    each = seconds[chosen, index]
-    total = float((each * np.array(static_degrees(ground.tree), float)[chosen]).sum()) / ground.tree.num_ranks
-    longest = float(each.max())
-    return longest - max(0.0, total - longest) / (num_microbatches - 1)
-
-
-def _repack(packing: Packing, ground: Ground, batch: SequenceBatch, seconds: Floats, num_bytes: Floats) -> Packing:
-    """Pack each microbatch again by itself: thresholds and targets then follow its own mean."""
-    degrees = np.array(static_degrees(packing.tree), float)[:, None]
-    cheapest = (seconds * degrees).min(axis=0) / packing.tree.num_ranks
-    parts = []
-    for number in range(len(packing.loads_s)):
-        part = [i for i in longest_first(batch) if packing.microbatches[i] == number]
-        old = dataclasses.replace(
-            packing, loads_s=packing.loads_s[number : number + 1], held_bytes=packing.held_bytes[number : number + 1]
-        )
-        tried = (
-            _pack_all(ground, part, seconds, num_bytes, float(cheapest[part].sum()), 1, ground.free_bytes)
-            if part
-            else []
-        )
-        parts.append((part, min([old, *tried], key=lambda p: p.slowest_s)))
-    return join_packings(packing.tree, batch, parts)
-
-
-def _improve(packing: Packing, seconds: Floats, num_bytes: Floats, free_bytes: float) -> Packing:
-    """Move sequences away from the slowest ranks as long as the sum of the slowest ranks falls."""
-    for _ in range(_MOVES):
-        best: tuple[float, int, int, int, int] | None = None
-        slowest = packing.loads_s.max(axis=1)
-        now = float(slowest.sum())
-        for microbatch in range(len(slowest)):
-            rank = int(packing.loads_s[microbatch].argmax())
-            for i in _movers(packing, microbatch, rank, seconds):
-                move = _best_move(packing, i, seconds, num_bytes, free_bytes)
-                if move is not None and move[0] < now * (1 - _LEAST_GAIN) and (best is None or move < best):
-                    best = move
-        if best is None:
-            break
-        _, i, microbatch, level, group = best
-        _shift(packing, i, seconds, num_bytes, -1.0)
-        packing.microbatches[i], packing.levels[i], packing.groups[i] = microbatch, level, group
-        _shift(packing, i, seconds, num_bytes, 1.0)
-    return packing
-
-
-def _movers(packing: Packing, microbatch: int, rank: int, seconds: Floats) -> list[int]:
-    """The sequences on a rank's path that add most to it, and the least one, which fits best into small gaps."""
-    levels, groups = np.array(packing.levels), np.array(packing.groups)
-    path = rank // np.array(static_degrees(packing.tree))
-    here = np.flatnonzero((np.array(packing.microbatches) == microbatch) & (path[levels] == groups))
-    order = here[np.argsort(-seconds[levels[here], here], kind="stable")]
-    chosen: list[int] = order[: _MOVERS - 1].tolist() + order[_MOVERS - 1 :][-1:].tolist()
-    return chosen
-
-
-def _best_move(
-    packing: Packing, i: int, seconds: Floats, num_bytes: Floats, free_bytes: float
-) -> tuple[float, int, int, int, int] | None:
-    """The best other place of one sequence: the sum of the slowest ranks there, then where it is."""
-    _shift(packing, i, seconds, num_bytes, -1.0)
-    slowest = packing.loads_s.max(axis=1)
-    total = float(slowest.sum())
-    best: tuple[float, int, int, int, int] | None = None
-    for level, degree in enumerate(static_degrees(packing.tree)):
-        if num_bytes[level, i] > free_bytes:
-            continue
-        loads = packing.loads_s.reshape(len(slowest), -1, degree).max(axis=2) + seconds[level, i]
-        held = packing.held_bytes.reshape(len(slowest), -1, degree).max(axis=2) + num_bytes[level, i]
-        sums = total + np.maximum(0.0, loads - slowest[:, None])
-        sums[held > free_bytes] = np.inf
-        at = int((sums + 1e-9 * loads).argmin())
-        microbatch, group = divmod(at, sums.shape[1])
-        if np.isfinite(sums[microbatch, group]):
-            move = (float(sums[microbatch, group]), i, microbatch, level, group)
-            best = move if best is None or move < best else best
-    _shift(packing, i, seconds, num_bytes, 1.0)
-    return best
-
-
-def _shift(packing: Packing, i: int, seconds: Floats, num_bytes: Floats, sign: float) -> None:
-    level, group = packing.levels[i], packing.groups[i]
-    degree = packing.tree.degree(level)
-    ranks = slice(group * degree, (group + 1) * degree)
-    packing.loads_s[packing.microbatches[i], ranks] += sign * seconds[level, i]
-    packing.held_bytes[packing.microbatches[i], ranks] += sign * num_bytes[level, i]
+def _first(pair: tuple[float, Packing]) -> float:
+    return pair[0]

@@ -1,15 +1,15 @@
 """A process that plans: rank 0's, so that planning overlaps training without sharing its interpreter lock.
 
-It reads JSON lines and writes JSON lines: first the planner's settings, then one batch a line, answered by one plan a
-line, or by ``{"error": ..., "message": ...}``. It ends when its input does, so it never outlives the rank that started
-it. It imports no torch and starts in a fraction of a second.
+It reads JSON lines and writes JSON lines: first the planning task, then one batch a line, answered by one plan a line,
+or by ``{"error": ..., "message": ...}``. It ends when its input does, so it never outlives the rank that started it. It
+imports no torch and starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,10 +17,7 @@ from typing import IO
 
 from nestsp import errors
 from nestsp.batch import SequenceBatch
-from nestsp.cluster import GroupTree
-from nestsp.config import PlannerConfig
-from nestsp.planners import make_planner
-from nestsp.shape import ModelShape
+from nestsp.planners.task import PlanningTask
 
 __all__ = ["PlanningProcess"]
 
@@ -28,21 +25,14 @@ __all__ = ["PlanningProcess"]
 class PlanningProcess:
     """Plans batches in a process of its own, in the order in which they are given."""
 
-    def __init__(self, config: PlannerConfig, tree: GroupTree, shape: ModelShape, longest: int) -> None:
+    def __init__(self, task: PlanningTask) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nestsp.planners.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._write(
-            {
-                "planner": config.model_dump(),
-                "tree": tree.fanouts,
-                "shape": dataclasses.asdict(shape),
-                "longest": longest,
-            }
-        )
+        self._write(task.to_json())
 
     def submit(self, batch: SequenceBatch) -> None:
         """Ask for a plan; returns at once."""
@@ -52,7 +42,7 @@ class PlanningProcess:
         """Wait for the next plan, in the order of `submit`.
 
         Returns:
-            Its JSON text.
+            The JSON text of a `nestsp.planners.task.Planned`.
 
         Raises:
             NestspError: What the planner raised.
@@ -85,25 +75,22 @@ class PlanningProcess:
 
 
 def _serve(requests: IO[str], answer: Callable[[str], None]) -> None:
-    settings = json.loads(requests.readline())
-    planner = make_planner(
-        PlannerConfig(**settings["planner"]),
-        GroupTree(tuple(settings["tree"])),
-        ModelShape(**settings["shape"]),
-        settings["longest"],
-    )
+    solve = PlanningTask.from_json(json.loads(requests.readline())).solver()
     for line in requests:
         batch = json.loads(line)
         try:
-            plan = planner.plan(SequenceBatch(tuple(batch["ids"]), tuple(batch["lengths"])))
+            planned = solve(SequenceBatch(tuple(batch["ids"]), tuple(batch["lengths"])))
         except errors.NestspError as error:
             answer(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            answer(json.dumps(plan.to_json()))
+            answer(json.dumps(planned.to_json()))
 
 
 if __name__ == "__main__":
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; this process ends with its input
-    _serve(sys.stdin, lambda text: print(text, flush=True))
+    # HiGHS prints its name when it is first used; only answers may reach the rank that reads them.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _serve(sys.stdin, lambda text: print(text, file=answers, flush=True))

@@ -10,7 +10,7 @@ from nestsp.cost.bound import Bound
 from nestsp.simulate import Timeline
 from nestsp.units import format_bytes, format_seconds
 
-__all__ = ["PlannerRow", "format_table", "planner_table"]
+__all__ = ["PlannerRow", "format_markdown", "format_table", "planner_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +93,18 @@ def format_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
             cells.append(row[i] if i == last and len(row) < len(head) else row[i].rjust(widths[i]))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def format_markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table; a short row's last cell stands in its column, the rest stays empty.
+
+    >>> print(format_markdown(["a", "b", "c"], [["x", "10", "1"], ["y", "none"]]))
+    | a | b | c |
+    |---|---|---|
+    | x | 10 | 1 |
+    | y | none | |
+    """
+    rows = [head, ["---"] * len(head), *([*row, *[""] * (len(head) - len(row))] for row in body)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines[1] = "|" + "---|" * len(head)
+    return "\n".join(line.replace("|  |", "| |") for line in lines)

@@ -65,6 +65,7 @@ __all__ = [
     "prepare_folder",
     "publish_folder",
     "read_manifest",
+    "read_progress",
     "save_checkpoint",
     "validate_checkpoint",
 ]
@@ -273,6 +274,18 @@ def read_manifest(path: Path) -> Manifest:
     if not sound:
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not fit its own checksum; {_ANOTHER}")
     return manifest
+
+
+def read_progress(path: Path) -> Progress:
+    """Read a checkpoint's progress alone, before its tensors; checksums come with loading.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return Progress.from_json(json.loads((path / _PROGRESS).read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / _PROGRESS} cannot be read ({_short(error)}); {_ANOTHER}") from None
 
 
 def validate_checkpoint(path: Path, identity: RunIdentity) -> Manifest:

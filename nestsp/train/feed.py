@@ -12,10 +12,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from nestsp.batch import SequenceBatch
+from nestsp.cost.model import CostModel
 from nestsp.data.stream import DataState
 from nestsp.errors import NestspError, PlanError
 from nestsp.execute.executor import Executor
-from nestsp.plan import Plan
+from nestsp.planners.task import Planned, PlanningTask
 from nestsp.planners.worker import PlanningProcess
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World, everywhere
@@ -29,23 +30,30 @@ _AHEAD = 3
 class PlannedBatch:
     """One step's plan, and where the data stand after it."""
 
-    plan: Plan
+    planned: Planned
     after: DataState
 
 
 class PlanFeed:
     """Plans of a run, one a step, from a position in the data on."""
 
-    def __init__(self, prepared: Prepared, world: World, executor: Executor, start: DataState, num_steps: int) -> None:
-        self._prepared, self._world, self._executor = prepared, world, executor
+    def __init__(
+        self,
+        prepared: Prepared,
+        task: PlanningTask,
+        world: World,
+        executor: Executor,
+        start: DataState,
+        num_steps: int,
+    ) -> None:
+        self._prepared, self._task, self._world, self._executor = prepared, task, world, executor
+        self._cost: CostModel = task.cost()
         self._state = start
         self._left = num_steps
         self._ahead: deque[tuple[SequenceBatch, DataState]] = deque()
         self._process: PlanningProcess | None = None
         if world.is_first:
-            self._process = PlanningProcess(
-                prepared.config.planner, prepared.tree, prepared.shape, int(prepared.samples.lengths.max())
-            )
+            self._process = PlanningProcess(task)
 
     def take(self) -> PlannedBatch:
         """The next step's plan, checked and equal on all ranks; every rank must call it.
@@ -61,39 +69,40 @@ class PlanFeed:
             if self._process is not None:
                 self._process.submit(batch)
         batch, after = self._ahead.popleft()
-        planned: str | NestspError | None = self._planned() if self._world.is_first else None
-        text = self._world.share(planned)
+        answer: str | NestspError | None = self._answer() if self._world.is_first else None
+        text = self._world.share(answer)
         assert isinstance(text, (str, NestspError))
-        plan: list[Plan] = []
-        digests = self._world.agree(lambda: self._check(text, batch, plan))
+        found: list[Planned] = []
+        digests = self._world.agree(lambda: self._check(text, batch, found))
         if len(set(digests)) != 1:
             raise everywhere(
                 PlanError("the ranks hold different plans of one batch, but must hold the same; report this as a bug")
             )
-        return PlannedBatch(plan[0], after)
+        return PlannedBatch(found[0], after)
 
     def close(self) -> None:
         """End the planning process."""
         if self._process is not None:
             self._process.close()
 
-    def _planned(self) -> str | NestspError:
+    def _answer(self) -> str | NestspError:
         assert self._process is not None
         try:
             return self._process.take()
         except NestspError as error:
             return error
 
-    def _check(self, text: str | NestspError, batch: SequenceBatch, found: list[Plan]) -> str:
-        """Leave this rank's plan in ``found``; return its digest."""
+    def _check(self, text: str | NestspError, batch: SequenceBatch, found: list[Planned]) -> str:
+        """Leave what this rank knows of its plan in ``found``; return its digest."""
         if isinstance(text, NestspError):
             raise text
-        plan = Plan.from_json(json.loads(text))
+        planned = Planned.from_json(json.loads(text))
+        plan = planned.plan
         if plan.batch != batch or plan.tree != self._prepared.tree:
             raise PlanError(
                 "a plan is of another batch or tree than this rank's, but must be of its own; report this as a bug"
             )
-        plan.check(max_tokens_per_rank=self._prepared.config.planner.max_tokens_per_rank)
+        self._task.check(plan, self._cost)
         self._executor.check(plan)
-        found.append(plan)
+        found.append(planned)
         return plan.digest

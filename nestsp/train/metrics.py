@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nestsp.cost.work import Rates, Work
 from nestsp.units import format_seconds
 
-__all__ = ["JsonLines", "RateMeter", "StepMetrics"]
+__all__ = ["JsonLines", "SpeedMeter", "StepMetrics"]
 
 _STEPS_MEASURED = 2
 
@@ -34,7 +33,11 @@ class StepMetrics:
         num_targets: Their targets.
         tokens_per_s: ``num_tokens`` / ``step_s``.
         step_s: Measured.
-        estimated_s: From the plan's work at the rates of the first two steps; None until these are there.
+        estimated_s: The plan's makespan by the cost profile, at this machine's speed against the profile as the first
+            two steps showed it; None until these are there.
+        makespan_s: The plan's makespan by the cost profile as it is.
+        gap_to_bound: How far that is above the least makespan of any plan of this batch, as a fraction of it.
+        planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
         wait_s: Seconds that this rank waited for its plan.
         imbalance: Slowest rank over mean, minus 1, by the plan's FLOPs.
@@ -53,6 +56,9 @@ class StepMetrics:
     tokens_per_s: float
     step_s: float
     estimated_s: float | None
+    makespan_s: float
+    gap_to_bound: float
+    planning_s: float
     attention_s: float
     wait_s: float
     imbalance: float
@@ -76,25 +82,26 @@ class StepMetrics:
         )
 
 
-class RateMeter:
-    """Learns seconds per FLOP from the first two steps it sees: the lower of the two, for the first one warms up."""
+class SpeedMeter:
+    """Learns how many times longer than by the cost profile a step lasts here, from the first two steps it sees.
+
+    The lower of the two counts, for the first one warms up. One factor cannot tell a slow kernel from a slow link:
+    where a profile is of other hardware, estimates of unlike plans are off in unlike ways.
+    """
 
     def __init__(self) -> None:
         self._left = _STEPS_MEASURED
-        self._linear = self._attention = math.inf
+        self._factor = math.inf
 
-    def add(self, work: Work, step_s: float, attention_s: float) -> None:
-        """Take in a step: the work of its slowest ranks, its time, and the part of it spent in attention."""
+    def add(self, makespan_s: float, step_s: float) -> None:
+        """Take in a step: what the profile said, and what it took."""
         if self._left:
             self._left -= 1
-            if work.linear and work.attention:
-                self._linear = min(self._linear, (step_s - attention_s) / work.linear)
-                self._attention = min(self._attention, attention_s / work.attention)
+            self._factor = min(self._factor, step_s / makespan_s)
 
-    @property
-    def rates(self) -> Rates | None:
-        """Seconds per FLOP, once two steps were seen."""
-        return None if self._left or math.isinf(self._linear) else Rates(self._linear, self._attention)
+    def estimate_s(self, makespan_s: float) -> float | None:
+        """Seconds of a step that takes so long by the profile; None until two steps were seen."""
+        return None if self._left else self._factor * makespan_s
 
 
 class JsonLines:

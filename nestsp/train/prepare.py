@@ -1,4 +1,8 @@
-"""Everything that can be known, and refused, before the first collective: corpus, model, tree, planner, steps."""
+"""Everything that can be known, and refused, before the first collective: corpus, model, tree, planner, steps.
+
+What the devices decide (`nestsp.train.limits`) comes after it; then `planning_task` says what is to be planned, and
+proves that every sequence fits.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.data.store import Progress
-from nestsp.data.stream import SampleStream
-from nestsp.errors import ConfigError
-from nestsp.planners import Planner, check_lengths, make_planner
+from nestsp.data.stream import DataState, SampleStream
+from nestsp.errors import ConfigError, InfeasibleError
+from nestsp.execute.capability import executor_capabilities
+from nestsp.planners import check_planner
+from nestsp.planners.limits import check_cap
+from nestsp.planners.task import PlanningTask
 from nestsp.shape import ModelShape
 from nestsp.units import format_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "prepare", "prepare_data"]
+__all__ = ["Prepared", "planning_task", "prepare", "prepare_data"]
+
+# Batches over which a static planner without a degree chooses one.
+_BATCHES_SAMPLED = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +46,6 @@ class Prepared:
         shape: The model's sizes.
         cluster: Hosts and ranks.
         tree: The groups.
-        planner: Made from the settings.
         num_steps: Optimizer steps of the whole run.
     """
 
@@ -46,8 +56,12 @@ class Prepared:
     shape: ModelShape
     cluster: Cluster
     tree: GroupTree
-    planner: Planner
     num_steps: int
+
+    @property
+    def longest(self) -> SequenceBatch:
+        """The run's longest sequence, alone."""
+        return _longest(self.samples)
 
 
 def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = None) -> Prepared:
@@ -65,7 +79,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
 
     model = model_config(config.model.config)
     shape = model_shape(model)
-    samples, tree, planner = prepare_data(config, cluster, shape, progress)
+    samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
     if isinstance(limit, int) and longest > limit:
@@ -81,27 +95,82 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
-    return Prepared(config, samples, stream, model, shape, cluster, tree, planner, num_steps)
+    return Prepared(config, samples, stream, model, shape, cluster, tree, num_steps)
 
 
 def prepare_data(
     config: RunConfig, cluster: Cluster, shape: ModelShape, progress: Progress | None = None
-) -> tuple[SampleTable, GroupTree, Planner]:
+) -> tuple[SampleTable, GroupTree]:
     """The part of `prepare` that needs no torch, so that the launcher can refuse in a second what it finds wrong.
 
     Raises:
         NestspError: A subclass that names what is wrong.
     """
     tree = cluster.tree(config.cluster.tree)
-    make_planner(config.planner, tree, shape, longest=1)  # before the store is built: a typo should not cost minutes
+    planner = config.planner
+    check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
     if samples.store.vocab_size > shape.vocab_size:
         raise ConfigError(
             f"model.config.vocab_size is {format_count(shape.vocab_size)}, but the tokenizer "
             f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
         )
-    longest = int(samples.lengths.max())
-    # The longest sequence fits: then every sequence does.
-    check_lengths(tree, config.planner.max_tokens_per_rank, [int(np.argmax(samples.lengths))], [longest])
-    planner = make_planner(config.planner, tree, shape, longest)
-    return samples, tree, planner
+    if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
+        longest = _longest(samples)
+        check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
+        _check_degree(planner.degree, planner.max_tokens_per_rank, longest.lengths[0])
+    return samples, tree
+
+
+def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
+    """What the run asks of its planner, known to be possible for every sequence of the store.
+
+    A static planner without a degree gets one here: the one that is estimated fastest over the run's first batches,
+    which the run's seed has drawn.
+
+    Args:
+        prepared: The run.
+        profile: Name of a preset, or path of a profile.
+        memory_per_rank_bytes: Hard limit of each rank.
+        element_bytes: Of one number in computation.
+
+    Raises:
+        InfeasibleError: The model or the longest sequence does not fit.
+        ConfigError: The profile is not there, or damaged.
+    """
+    planner, train = prepared.config.planner, prepared.config.train
+    task = PlanningTask(
+        planner=planner.name,
+        degree=planner.degree,
+        max_tokens_per_rank=planner.max_tokens_per_rank,
+        shape=prepared.shape,
+        cluster=prepared.cluster,
+        tree=prepared.tree,
+        profile=profile,
+        memory_per_rank_bytes=memory_per_rank_bytes,
+        can=executor_capabilities(prepared.shape, recompute=train.recompute),
+        loss_slice_tokens=train.loss_slice_tokens,
+        element_bytes=element_bytes,
+    )
+    task.check_longest(prepared.longest)
+    if planner.name != "static" or planner.degree is not None:
+        return task
+    batches, state = [], DataState()
+    for _ in range(_BATCHES_SAMPLED):
+        batch, state = prepared.stream.take(state)
+        batches.append(batch)
+    return task.with_degree(batches, prepared.longest)
+
+
+def _longest(samples: SampleTable) -> SequenceBatch:
+    number = int(np.argmax(samples.lengths))
+    return SequenceBatch((number,), (int(samples.lengths[number]),))
+
+
+def _check_degree(degree: int | None, max_tokens_per_rank: int, longest: int) -> None:
+    if degree is not None and -(-longest // degree) > max_tokens_per_rank:
+        raise InfeasibleError(
+            f"the longest sequence has {format_count(longest)} tokens and needs {format_count(-(-longest // degree))} "
+            f"on each of planner.degree = {degree} ranks, but planner.max_tokens_per_rank is "
+            f"{format_count(max_tokens_per_rank)}; raise one of them, or set data.max_length"
+        )

@@ -1,11 +1,13 @@
 """The training loop: take a plan, run it, update, tell.
 
 The sum of losses and the count of targets meet only here; the count comes from the batch, before the first forward.
-Nothing a step does depends on how long anything took, so that a run can be repeated and resumed exactly.
+Nothing a step does depends on how long anything took, or on what memory is free, so that a run can be repeated and
+resumed exactly: see `nestsp.train.limits`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 import platform
@@ -24,8 +26,9 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
+from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
-from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
+from nestsp.simulate import imbalance, plan_work
 from nestsp.train.checkpoint import (
     CHECKPOINTS,
     Progress,
@@ -33,19 +36,21 @@ from nestsp.train.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     model_digest,
+    read_progress,
     save_checkpoint,
     validate_checkpoint,
 )
 from nestsp.train.console import Bar, Screen
 from nestsp.train.export import export_hugging_face
 from nestsp.train.feed import PlanFeed
-from nestsp.train.metrics import JsonLines, RateMeter, StepMetrics
-from nestsp.train.prepare import Prepared, prepare
+from nestsp.train.limits import Limits, decide_limits
+from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
+from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.run_folder import latest_run_folder, new_run_folder
 from nestsp.train.setup import build_executor, compute_dtype
 from nestsp.train.update import learning_rate, make_optimizer, update
 from nestsp.train.world import World, everywhere, join_world
-from nestsp.units import format_count
+from nestsp.units import format_bytes, format_count
 
 __all__ = ["prepare_with_progress", "train"]
 
@@ -77,10 +82,23 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         model_name=describe_model(prepared.shape),
     )
     checkpoint = world.together(lambda: _find(config, resume, identity))
+    saved = world.first(lambda: {} if checkpoint is None else dict(read_progress(checkpoint).settings))
+    limits = decide_limits(config, world, saved)
+    config = limits.resolved(config)
+    prepared = dataclasses.replace(prepared, config=config)
     dtype = compute_dtype(config.train.dtype, world.device)
+    task = world.first(
+        lambda: planning_task(
+            prepared,
+            profile=limits.profile,
+            memory_per_rank_bytes=limits.memory_per_rank_bytes,
+            element_bytes=dtype.itemsize,
+        )
+    )
+    settings = {**_lasting(config), **limits.to_settings()}
     executor = build_executor(prepared, world, dtype=dtype)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
-    start = Progress(step=0, data=DataState(), settings=_lasting(config))
+    start = Progress(step=0, data=DataState(), settings=settings)
     if checkpoint is not None:
         start = world.together(
             lambda: load_checkpoint(
@@ -88,9 +106,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             )
         )
         world.together(lambda: _same_settings(checkpoint, start, config, prepared))
+        start = dataclasses.replace(start, settings=settings)
     folder = world.first(lambda: _open_folder(config, checkpoint))
-    screen.say(_banner(prepared, world, executor, dtype, folder, checkpoint, start))
-    loop = _Loop(prepared, world, executor, optimizer, identity, folder, screen)
+    screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start))
+    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
         loop.run(start, bar)
     loop.finish()
@@ -106,6 +125,7 @@ def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -
 @dataclass(slots=True, eq=False)
 class _Loop:
     prepared: Prepared
+    task: PlanningTask
     world: World
     executor: Executor
     optimizer: torch.optim.AdamW
@@ -117,13 +137,13 @@ class _Loop:
     def run(self, start: Progress, bar: Bar) -> None:
         """All steps from a place on."""
         num_steps = self.prepared.num_steps
-        feed = PlanFeed(self.prepared, self.world, self.executor, start.data, num_steps - start.step)
+        feed = PlanFeed(self.prepared, self.task, self.world, self.executor, start.data, num_steps - start.step)
         metrics, plans = self._open_records(start.step)
-        rates = RateMeter()
+        speed = SpeedMeter()
         every = self.prepared.config.train.checkpoint_every
         progress = start
         for step in range(start.step + 1, num_steps + 1):
-            record, plan, after = self._step(step, progress.data, feed, rates)
+            record, plan, after = self._step(step, progress.data, feed, speed)
             if metrics is not None and plans is not None:
                 metrics.write(record)
                 plans.write({"step": step, **plan.to_json()})
@@ -169,11 +189,13 @@ class _Loop:
             rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
         self.screen.say("\n" + aligned(rows))
 
-    def _step(self, step: int, data: DataState, feed: PlanFeed, rates: RateMeter) -> tuple[StepMetrics, Any, DataState]:
+    def _step(
+        self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter
+    ) -> tuple[StepMetrics, Any, DataState]:
         config = self.prepared.config.train
         before_plan = time.perf_counter()
-        planned = feed.take()
-        plan = planned.plan
+        taken = feed.take()
+        planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
         loss_sum = self.executor.run(self.executor.load(plan, self.prepared.samples.read)).double()
         sums = torch.stack([loss_sum, loss_sum.new_tensor(self.executor.timer.take_s())])
@@ -192,9 +214,8 @@ class _Loop:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
-        work = plan_work(plan, self.prepared.shape)
-        estimated_s = None if rates.rates is None else estimate_s(work, rates.rates)
-        rates.add(slowest_work(work), step_s, attention_s)
+        estimated_s = speed.estimate_s(planned.makespan_s)
+        speed.add(planned.makespan_s, step_s)
         record = StepMetrics(
             step=step,
             epoch=data.epoch,
@@ -207,13 +228,16 @@ class _Loop:
             tokens_per_s=plan.batch.num_tokens / step_s,
             step_s=step_s,
             estimated_s=estimated_s,
+            makespan_s=planned.makespan_s,
+            gap_to_bound=planned.gap,
+            planning_s=planned.planning_s,
             attention_s=attention_s,
             wait_s=start - before_plan,
-            imbalance=imbalance(work),
+            imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
-        return record, plan, planned.after
+        return record, plan, taken.after
 
     def _open_records(self, last_step: int) -> tuple[JsonLines | None, JsonLines | None]:
         if not self.world.is_first:
@@ -307,6 +331,8 @@ def _open_folder(config: RunConfig, checkpoint: Path | None) -> Path:
 
 def _banner(
     prepared: Prepared,
+    task: PlanningTask,
+    limits: Limits,
     world: World,
     executor: Executor,
     dtype: torch.dtype,
@@ -316,8 +342,9 @@ def _banner(
 ) -> str:
     config = prepared.config
     device = platform.machine() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    cap = config.planner.max_tokens_per_rank
-    degree = "" if config.planner.degree is None else f", degree {config.planner.degree}"
+    cap, cost = task.max_tokens_per_rank, task.cost()
+    chosen = " (chosen over a sample of batches)" if config.planner.degree is None else ""
+    degree = "" if task.degree is None else f", degree {task.degree}{chosen}"
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
@@ -330,11 +357,21 @@ def _banner(
             ],
         ),
         ("tree", draw_tree(prepared.tree)),
-        ("planner", [f"{config.planner.name}{degree}"]),
+        ("planner", [f"{task.planner}{degree}"]),
+        ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
+        (
+            "memory",
+            [
+                f"{format_bytes(limits.memory_per_rank_bytes)} a rank may use ({limits.source}), "
+                f"{format_bytes(cost.memory.fixed)} of them before any token"
+            ],
+        ),
         (
             "cap",
             [
-                f"{format_count(cap)} tokens a rank holds in one microbatch, after splitting "
+                "none but memory"
+                if cap is None
+                else f"{format_count(cap)} tokens a rank holds in one microbatch, after splitting "
                 f"(a sequence of {format_count(cap * prepared.tree.num_ranks)} fits on all ranks together)"
             ],
         ),

@@ -6,6 +6,7 @@ logits. Experts run eagerly, because grouped products do not exist in float64. T
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -30,12 +31,13 @@ from nestsp.execute.verify import (
 )
 from nestsp.model.adapter import build_model
 from nestsp.plan import Plan
-from nestsp.planners import StaticPlanner, make_planner
+from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
 from nestsp.shard import rank_spans
 from nestsp.train.console import Screen
 from nestsp.train.launch import EXIT_SAID
-from nestsp.train.prepare import Prepared
+from nestsp.train.limits import decide_limits
+from nestsp.train.prepare import Prepared, planning_task
 from nestsp.train.setup import build_executor
 from nestsp.train.trainer import prepare_with_progress
 from nestsp.train.world import World, join_world
@@ -64,7 +66,16 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
-    plan, note = world.together(lambda: choose_plan(prepared, max_tokens))
+    limits = decide_limits(config, world, {})
+    task = world.first(
+        lambda: planning_task(
+            prepared,
+            profile=limits.profile,
+            memory_per_rank_bytes=limits.memory_per_rank_bytes,
+            element_bytes=torch.float64.itemsize,
+        )
+    )
+    plan, note = world.together(lambda: choose_plan(prepared, task, max_tokens))
     screen.say(_banner(prepared, world, plan, note))
     options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
     executor = build_executor(prepared, world, dtype=torch.float64, model_options=options)
@@ -86,7 +97,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     return world.share(code)
 
 
-def choose_plan(prepared: Prepared, max_tokens: int) -> tuple[Plan, str]:
+def choose_plan(prepared: Prepared, task: PlanningTask, max_tokens: int) -> tuple[Plan, str]:
     """A plan of at most ``max_tokens`` tokens that uses every level that the planner can use.
 
     The run's own planner plans the run's own batches, cut to size and with the cap lowered in proportion. If none of
@@ -95,24 +106,23 @@ def choose_plan(prepared: Prepared, max_tokens: int) -> tuple[Plan, str]:
     Returns:
         The plan, and a sentence that says where it comes from.
     """
-    config = prepared.config
-    wanted = set(range(prepared.tree.num_levels)) if config.planner.name != "static" else set()
+    wanted = set(range(prepared.tree.num_levels)) if task.planner == "nsp" else set()
     best: tuple[int, Plan] | None = None
     for number, batch in enumerate(_batches(prepared, max_tokens)):
-        plan = _plan_small(prepared, batch)
+        plan = _plan_small(prepared, task, batch)
         used = {placement.group.level for _, placement in plan.placements()}
         if wanted <= used:
-            return plan, f"batch {number} of the run, planned by {config.planner.name}"
+            return plan, f"batch {number} of the run, planned by {task.planner}"
         if best is None or len(used) > best[0]:
             best = (len(used), plan)
     if best is None:
         raise ConfigError(
             f"--max-tokens is {format_count(max_tokens)}, but none of the run's first samples is that short; raise it"
         )
-    spread = _spread_over_levels(prepared, best[1].batch)
+    spread = _spread_over_levels(task, best[1].batch)
     if spread is None:
-        return best[1], f"planned by {config.planner.name}; the batch has too few sequences to use every level"
-    return spread, f"no batch of the run uses every level under {config.planner.name}: placed on all levels by hand"
+        return best[1], f"planned by {task.planner}; the batch has too few sequences to use every level"
+    return spread, f"no batch of the run uses every level under {task.planner}: placed on all levels by hand"
 
 
 def _batches(prepared: Prepared, max_tokens: int) -> Iterator[SequenceBatch]:
@@ -132,21 +142,19 @@ def _batches(prepared: Prepared, max_tokens: int) -> Iterator[SequenceBatch]:
             return
 
 
-def _plan_small(prepared: Prepared, batch: SequenceBatch) -> Plan:
+def _plan_small(prepared: Prepared, task: PlanningTask, batch: SequenceBatch) -> Plan:
     """Plan a batch under a cap that is to it what the run's cap is to the run's batches; a static degree stays."""
-    planner = prepared.config.planner
-    degree = prepared.planner.degree if isinstance(prepared.planner, StaticPlanner) else None
-    full = prepared.config.data.tokens_per_step or batch.num_tokens
-    cap = min(planner.max_tokens_per_rank, max(1, planner.max_tokens_per_rank * batch.num_tokens // full))
-    longest = max(batch.lengths)
-    least = -(-longest // (degree or prepared.tree.num_ranks))
-    settings = planner.model_copy(update={"degree": degree, "max_tokens_per_rank": max(cap, least)})
-    return make_planner(settings, prepared.tree, prepared.shape, longest).plan(batch)
+    cap = task.max_tokens_per_rank
+    if cap is not None:
+        full = prepared.config.data.tokens_per_step or batch.num_tokens
+        least = -(-max(batch.lengths) // (task.degree or task.tree.num_ranks))
+        cap = max(least, min(cap, max(1, cap * batch.num_tokens // full)))
+    return dataclasses.replace(task, max_tokens_per_rank=cap).solver()(batch).plan
 
 
-def _spread_over_levels(prepared: Prepared, batch: SequenceBatch) -> Plan | None:
+def _spread_over_levels(task: PlanningTask, batch: SequenceBatch) -> Plan | None:
     """The longest sequence on the root, the next on level 1, and so on around."""
-    tree = prepared.tree
+    tree = task.tree
     if batch.num_sequences < tree.num_levels:
         return None
     order = sorted(range(batch.num_sequences), key=lambda position: -batch.lengths[position])
@@ -155,7 +163,10 @@ def _spread_over_levels(prepared: Prepared, batch: SequenceBatch) -> Plan | None
         level, around = number % tree.num_levels, number // tree.num_levels
         candidates = tree.groups(level)
         groups.setdefault(candidates[around % len(candidates)], []).append(position)
-    return Plan.of_groups(tree, batch, [groups], "by hand")
+    plan = Plan.of_groups(tree, batch, [groups], "by hand")
+    (microbatch,) = plan.microbatches
+    kept = dataclasses.replace(microbatch, num_kept_layers=task.can.num_kept_layers or 0)
+    return dataclasses.replace(plan, microbatches=(kept,))
 
 
 def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -> Gradients:

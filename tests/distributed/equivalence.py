@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -299,6 +299,9 @@ def origins(plan: Plan, rank: int) -> list[list[tuple[int, int]]]:
 
 
 def load(executor: Executor, plan: Plan, tokens: Mapping[int, Tensor], *, weighted: bool = False) -> LocalBatch:
+    if not executor.recompute:
+        layers = executor.shape.num_layers
+        plan = replace(plan, microbatches=tuple(replace(m, num_kept_layers=layers) for m in plan.microbatches))
     plan.check()
     executor.check(plan)
     local = executor.load(plan, reader(tokens))

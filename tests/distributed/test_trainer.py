@@ -7,6 +7,7 @@ Only joining the job is replaced: the pool's ranks have joined theirs. Commands 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -281,6 +282,10 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: 
         (1, ("planner.max_tokens_per_rank=200",)),
         (2, ("planner.name=static", "planner.degree=2", "planner.max_tokens_per_rank=80")),
         (3, ()),
+        (4, ("planner.name=static", "planner.max_tokens_per_rank=null")),
+        (4, ("planner.name=basp",)),
+        (4, ("planner.name=flexsp", "cluster.profile=h100", "cluster.memory_per_rank=16GiB")),
+        (4, ("train.recompute=false", "planner.max_tokens_per_rank=null")),
         (4, ("planner.name=static", "planner.degree=4")),
     ],
 )
@@ -315,4 +320,31 @@ def test_a_batch_without_a_target_changes_nothing_and_is_told(train: Train, tmp_
 
 
 def test_the_settings_in_the_run_folder_are_those_of_the_run(finished: Path) -> None:
-    assert load_config(finished / "runs" / "tiny-1" / "config.yaml") == tiny()
+    written = load_config(finished / "runs" / "tiny-1" / "config.yaml")
+    decided = ("cluster.profile=cpu", f"cluster.memory_per_rank={written.cluster.memory_per_rank}")
+    assert written == tiny(*decided)
+
+
+def test_a_resumed_run_keeps_the_limits_that_it_began_with(finished: Path, train: Train, tmp_path: Path) -> None:
+    """What is free now is not what was free then, and must not change plans."""
+    run = stop_at(finished, tmp_path, 8)
+    before = load_config(run / "config.yaml").cluster
+    train(resume="auto")
+    assert load_config(run / "config.yaml").cluster == before
+
+
+def test_a_limit_that_is_set_counts_when_a_run_is_resumed(finished: Path, train: Train, tmp_path: Path) -> None:
+    run = stop_at(finished, tmp_path, 8)
+    train("cluster.memory_per_rank=1GiB", resume="auto")
+    assert load_config(run / "config.yaml").cluster.memory_per_rank == 2**30
+
+
+def test_a_memory_limit_that_the_model_does_not_keep_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    sentence = refuse("InfeasibleError", "cluster.memory_per_rank=500MiB")
+    assert re.match(r"the model needs 5\d\d\.\d MiB on each of 4 ranks before any token", sentence)
+
+
+def test_a_profile_that_is_not_there_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    assert refuse("ConfigError", "cluster.profile=h1000").startswith("the cost profile is 'h1000', but the presets are")

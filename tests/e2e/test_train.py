@@ -32,7 +32,8 @@ ROUNDING = 2e-5
 TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 KEYS = {
     "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s", "step_s",
-    "estimated_s", "attention_s", "wait_s", "imbalance", "num_microbatches", "num_sequences_by_degree",
+    "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "wait_s",
+    "imbalance", "num_microbatches", "num_sequences_by_degree",
 }  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def test_a_run_says_what_it_does_in_plain_lines_and_nothing_on_stderr(finished: 
         "qwen3_moe: 2 layers, hidden 32, 4 query / 2 key-value heads of 8, 4 experts (2 a token) in 2 layers;",
         "tree     2x2: degrees 4, 2, 1",
         "planner  nsp",
+        "profile  cpu: 2 cores",
+        " a rank may use (70% of the ",
         "cap      64 tokens a rank holds in one microbatch, after splitting "
         "(a sequence of 256 fits on all ranks together)",
         "12 samples of 667 tokens from 12 documents",
@@ -142,8 +145,10 @@ def test_the_export_loads_in_transformers_and_has_learnt(
     assert mean_loss(exported, samples, plan) < mean_loss(new, samples, plan) - 0.05
 
 
-def test_the_settings_written_are_those_given(first_run: Path) -> None:
-    assert load_config(first_run / "config.yaml") == tiny("train.steps=6", "train.checkpoint_every=null")
+def test_the_settings_written_are_those_given_and_what_was_decided(first_run: Path) -> None:
+    written = load_config(first_run / "config.yaml")
+    decided = ("cluster.profile=cpu", f"cluster.memory_per_rank={written.cluster.memory_per_rank}")
+    assert written == tiny("train.steps=6", "train.checkpoint_every=null", *decided)
 
 
 def test_resume_auto_goes_on_in_the_same_folder_from_the_exported_weights(

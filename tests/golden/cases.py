@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from nestsp.batch import SequenceBatch
-from nestsp.cluster import GroupTree
-from nestsp.planners import NspPlanner, Planner, StaticPlanner
+from nestsp.cluster import Cluster, GroupTree
+from nestsp.execute.capability import executor_capabilities
+from nestsp.planners.task import PlanningTask
 from nestsp.shape import ModelShape
 from nestsp.simulate import imbalance, plan_work
 
 FOLDER = Path(__file__).parent
+PROFILE = Path(__file__).parents[2] / "examples" / "slow-links.yaml"
 
 # The quickstart's model: Qwen3-MoE of 4 layers, 8 query and 4 key/value heads, 8 experts of which a token takes 2.
 SHAPE = ModelShape.from_hf_config(
@@ -43,21 +45,40 @@ QUICKSTART = SequenceBatch(
 )
 SIX = SequenceBatch.of_lengths([7919, 3001, 1999, 997, 997, 499, 251, 127, 61, 31, 17, 7, 3, 2, 1])
 
-CASES: Mapping[str, tuple[Planner, SequenceBatch]] = {
-    "quickstart-2x2": (NspPlanner(GroupTree((2, 2)), SHAPE, 2304), QUICKSTART),
-    "six-ranks-3x2-two-microbatches": (NspPlanner(GroupTree((3, 2)), SHAPE, 1400), SIX),
-    "six-ranks-3x2-static-2": (StaticPlanner(GroupTree((3, 2)), SHAPE, 4096, 2), SIX),
+
+def _task(fanouts: tuple[int, ...], cap: int, planner: str, degree: int | None = None) -> PlanningTask:
+    tree = GroupTree(fanouts)
+    return PlanningTask(
+        planner=planner,
+        degree=degree,
+        max_tokens_per_rank=cap,
+        shape=SHAPE,
+        cluster=Cluster(1, tree.num_ranks),
+        tree=tree,
+        profile=str(PROFILE),
+        memory_per_rank_bytes=4 * 2**30,
+        can=executor_capabilities(SHAPE, recompute=True),
+        element_bytes=4,
+    )
+
+
+CASES: Mapping[str, tuple[PlanningTask, SequenceBatch]] = {
+    "quickstart-2x2": (_task((2, 2), 2304, "nsp"), QUICKSTART),
+    "six-ranks-3x2-two-microbatches": (_task((3, 2), 1400, "nsp"), SIX),
+    "six-ranks-3x2-static-2": (_task((3, 2), 4096, "static", 2), SIX),
 }
 
 
 def reviewed(name: str) -> dict[str, Any]:
     """What the file of a case must hold."""
-    planner, batch = CASES[name]
-    plan = planner.plan(batch)
+    task, batch = CASES[name]
+    planned = task.solver()(batch)
+    plan = planned.plan
     return {
         "drawing": plan.format_tree().splitlines(),
         "rank_tokens": [plan.rank_tokens(number) for number in range(len(plan.microbatches))],
         "imbalance": round(imbalance(plan_work(plan, SHAPE)), 4),
+        "makespan_s": float(f"{planned.makespan_s:.6g}"),
         "digest": plan.digest,
         "plan": plan.to_json(),
     }

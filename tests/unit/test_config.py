@@ -68,15 +68,36 @@ def test_a_typo_is_named_before_the_setting_that_it_leaves_missing() -> None:
     )
 
 
-@pytest.mark.parametrize("section", ["model", "data", "planner", "train"])
+@pytest.mark.parametrize("section", ["model", "data", "train"])
 def test_a_missing_section_is_named(section: str) -> None:
     text = "\n".join(line for line in LEAST.splitlines() if not line.startswith(section))
     assert _refusal(text) == f"run.yaml: {section} is missing, but it has no default; set it"
 
 
 def test_a_missing_setting_is_named() -> None:
-    text = LEAST.replace("max_tokens_per_rank: 2048", "name: nsp")
-    assert _refusal(text) == "run.yaml: planner.max_tokens_per_rank is missing, but it has no default; set it"
+    text = LEAST.replace("{config: some/folder}", "{}")
+    assert _refusal(text) == "run.yaml: model.config is missing, but it has no default; set it"
+
+
+def test_the_planner_needs_no_setting() -> None:
+    text = "\n".join(line for line in LEAST.splitlines() if not line.startswith("planner"))
+    planner = parse_config(text).planner
+    assert (planner.name, planner.degree, planner.max_tokens_per_rank) == ("nsp", None, None)
+
+
+@pytest.mark.parametrize(("written", "num_bytes"), [("70GiB", 70 * 2**30), ("1.5 GB", 1_500_000_000), (4096, 4096)])
+def test_a_memory_limit_is_bytes_or_a_text_with_a_unit(written: object, num_bytes: int) -> None:
+    config = parse_config(_changed("cluster.memory_per_rank", written))
+    assert config.cluster.memory_per_rank == num_bytes
+    assert parse_config(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("written", ["70", "70 gib", "GiB", "0GiB", "-1GiB", "all"])
+def test_a_memory_limit_of_another_kind_is_refused(written: str) -> None:
+    assert _refusal(_changed("cluster.memory_per_rank", written)).endswith(
+        f"cluster.memory_per_rank is {written!r}, but it must be bytes or a number with a unit; write it as 70GiB, or "
+        "leave it out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,7 +320,8 @@ def test_every_setting_is_described_with_type_default_and_meaning() -> None:
     assert all(meaning for _, _, meaning in rows.values())
     assert rows["train"] == ("", "", "Optimisation, precision and saving.")
     assert rows["train.learning_rate"][:2] == ("number", "0.001")
-    assert rows["planner.max_tokens_per_rank"][:2] == ("integer", "required")
+    assert rows["planner.max_tokens_per_rank"][:2] == ("integer | null", "null")
+    assert rows["cluster.memory_per_rank"][:2] == ("integer | text | null", "null")
     assert rows["cluster.tree"][:2] == ("list of integer | null", "null")
     assert rows["cluster.device"][:2] == ("auto | cpu | cuda", '"auto"')
     assert rows["model.config"][0] == "text | mapping"

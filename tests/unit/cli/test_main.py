@@ -50,15 +50,13 @@ def test_what_config_prints_is_a_config_once_the_required_settings_are_filled_in
     text = shown("config")
     required = {
         "  config:  # text | mapping, required": "  config: {model_type: llama}",
-        "  max_tokens_per_rank:  # integer, required": "  max_tokens_per_rank: 8",
     }
     for line, filled in required.items():
         assert line in text
         text = text.replace(line, filled)
     config = parse_config(text, ["train.steps=3", "data.tokens_per_step=7"])
     assert config == parse_config(
-        "model: {config: {model_type: llama}}\nplanner: {max_tokens_per_rank: 8}\n"
-        "data: {tokens_per_step: 7}\ntrain: {steps: 3}\n"
+        "model: {config: {model_type: llama}}\ndata: {tokens_per_step: 7}\ntrain: {steps: 3}\n"
     )
 
 

@@ -64,3 +64,13 @@ def test_mixtures_of_experts_copy_each_token_top_k_times() -> None:
 def test_235b_without_offload_does_not_fit_64_devices_of_80_gb() -> None:
     memory = make_memory_cost(known_model("qwen3-235b-a22b"), TREE, load_profile("a100-80g"))
     assert memory.fixed > load_profile("a100-80g").memory_bytes
+
+
+def test_wider_numbers_take_more_bytes_but_for_what_is_float32_in_any_case() -> None:
+    four, eight = (make_memory_cost(SHAPE, TREE, PROFILE, element_bytes=n) for n in (4, 8))
+    for name in ("layer_input", "gradients", "exchange_buffers", "loss_hidden"):
+        assert getattr(four, name) == 2 * getattr(MEMORY, name), name
+        assert getattr(eight, name) == 4 * getattr(MEMORY, name), name
+    for name in ("kept_output", "layer_local", "layer_exchanged", "loss_slice", "gathered"):
+        assert getattr(MEMORY, name) < getattr(four, name) < 2 * getattr(MEMORY, name), name
+    assert four.states == MEMORY.states

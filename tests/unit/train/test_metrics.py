@@ -1,4 +1,4 @@
-"""Records of steps: lines for people, JSON that survives a crash, rates of the first two steps."""
+"""Records of steps: lines for people, JSON that survives a crash, the speed of the first two steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from nestsp.cost.work import Rates, Work
-from nestsp.train.metrics import JsonLines, RateMeter, StepMetrics
+from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 
 RECORD = StepMetrics(
     step=7, epoch=1, loss=2.5, lr=3e-3, grad_norm=1.25, num_sequences=5, num_tokens=8000, num_targets=7995,
-    tokens_per_s=4000.0, step_s=2.0, estimated_s=None, attention_s=0.5, wait_s=0.0, imbalance=0.0125,
+    tokens_per_s=4000.0, step_s=2.0, estimated_s=None, makespan_s=1.0, gap_to_bound=0.25,
+    planning_s=0.01, attention_s=0.5, wait_s=0.0, imbalance=0.0125,
     num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
 )  # fmt: skip
 
@@ -61,26 +59,18 @@ def test_a_resumed_file_that_is_not_there_begins_empty(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
 
 
-def test_rates_are_the_lower_of_the_first_two_steps_and_stay() -> None:
-    meter = RateMeter()
-    seen = [meter.rates]
-    for step_s, attention_s in ((5.0, 1.0), (3.0, 2.0), (0.1, 0.01)):
-        meter.add(Work(100.0, 10.0), step_s=step_s, attention_s=attention_s)
-        seen.append(meter.rates)
-    assert seen == [None, None, Rates(0.01, 0.1), Rates(0.01, 0.1)]
+def test_the_speed_is_the_higher_of_the_first_two_steps_and_stays() -> None:
+    meter = SpeedMeter()
+    seen = [meter.estimate_s(10.0)]
+    for step_s in (5.0, 3.0, 0.1):
+        meter.add(makespan_s=2.0, step_s=step_s)
+        seen.append(meter.estimate_s(10.0))
+    assert seen == [None, None, 15.0, 15.0]
 
 
-def test_there_is_no_rate_from_steps_without_work() -> None:
-    meter = RateMeter()
-    for _ in range(2):
-        meter.add(Work(0.0, 0.0), step_s=1.0, attention_s=0.0)
-    assert meter.rates is None
-
-
-def test_work_at_the_rates_of_a_step_takes_the_time_of_that_step() -> None:
-    meter = RateMeter()
-    work = Work(300.0, 20.0)
-    for _ in range(2):
-        meter.add(work, step_s=4.0, attention_s=1.0)
-    assert meter.rates is not None
-    assert meter.rates.seconds(work) == pytest.approx(4.0)
+def test_a_plan_like_that_of_the_faster_step_is_estimated_to_take_the_time_of_that_step() -> None:
+    meter = SpeedMeter()
+    meter.add(makespan_s=3.0, step_s=60.0)
+    meter.add(makespan_s=2.0, step_s=4.0)
+    assert meter.estimate_s(2.0) == 4.0
+    assert meter.estimate_s(3.0) == 6.0

@@ -61,7 +61,7 @@ def test_the_number_of_steps_does_not_depend_on_ranks(hosts: int, ranks: int) ->
         (
             ["planner.degree=2"],
             ConfigError,
-            "planner.degree is 2, but the nsp planner chooses a degree for each sequence; leave it out, or take "
+            "planner.degree is 2, but the nsp planner chooses degrees itself; leave it out, or take "
             "planner.name = static",
         ),
         (
