@@ -190,7 +190,8 @@ class Cluster:
         if tree.num_ranks != self.num_ranks:
             raise ConfigError(
                 f"cluster.tree is {tree}, which is {tree.num_ranks} ranks, but the run has {self.num_ranks}; "
-                f"give fan-outs whose product is {self.num_ranks}, or leave it out for {self.default_tree()}"
+                f"give fan-outs whose product is {self.num_ranks}, leave it out for {self.default_tree()}, or set "
+                "cluster.ranks to the ranks of each host"
             )
         return tree
 

@@ -13,15 +13,17 @@ import math
 import platform
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 from nestsp.cluster import Cluster
-from nestsp.config import RunConfig, to_yaml
+from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
@@ -107,8 +109,9 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
         world.together(lambda: _same_settings(checkpoint, start, config, prepared))
         start = dataclasses.replace(start, settings=settings)
-    folder = world.first(lambda: _open_folder(config, checkpoint))
-    screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start))
+    locks: list[FileLock] = []  # held until the process ends
+    folder, changes = world.first(lambda: _open_folder(config, checkpoint, start.step, locks))
+    screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
     loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
         loop.run(start, bar)
@@ -303,21 +306,43 @@ def _same_settings(checkpoint: Path, start: Progress, config: RunConfig, prepare
         )
 
 
-def _open_folder(config: RunConfig, checkpoint: Path | None) -> Path:
+def _open_folder(
+    config: RunConfig, checkpoint: Path | None, step: int, locks: list[FileLock]
+) -> tuple[Path, tuple[str, ...]]:
     """The run's folder with its settings in it: the one that a checkpoint is the latest of, else a new one.
+
+    The folder is locked, so that two jobs never write into one. Settings of an earlier start stay beside the new ones.
 
     From an older checkpoint, or one that lies elsewhere, a new run begins, with the records up to there, if any: what
     the first run wrote after it stays as it is.
+
+    Returns:
+        The folder, and what was set otherwise at the start before, as ``key old → new``.
     """
     old = None if checkpoint is None or checkpoint.parent.name != CHECKPOINTS else checkpoint.parent.parent
     if old is not None and find_checkpoint(old) == checkpoint:
         folder = old
     else:
         folder = new_run_folder(Path(config.runs_dir), config.name)
+    changes: tuple[str, ...] = ()
     try:
+        lock = FileLock(folder / ".lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise ConfigError(
+                f"the run's folder is {folder}, but another job is training in it; end that one first, or begin a new "
+                "run without --resume"
+            ) from None
+        locks.append(lock)
         for name in (_METRICS, _PLANS) if old not in (None, folder) else ():
             if old is not None and (old / name).exists():
                 shutil.copyfile(old / name, folder / name)
+        before = (old or folder) / "config.yaml"
+        if before.exists():
+            changes = _changed(before.read_text(encoding="utf-8"), config)
+            if changes and old == folder:
+                shutil.copyfile(before, folder / f"config-before-step-{step + 1:06d}.yaml")
         written = folder / ".config.yaml"
         written.write_text(to_yaml(config), encoding="utf-8")
         written.replace(folder / "config.yaml")
@@ -326,7 +351,27 @@ def _open_folder(config: RunConfig, checkpoint: Path | None) -> Path:
             f"the run's folder is {folder}, but it cannot be written: {error.strerror}; make room, or set runs_dir to "
             "another folder"
         ) from None
-    return folder
+    return folder, changes
+
+
+def _changed(before: str, config: RunConfig) -> tuple[str, ...]:
+    """Settings that differ from those of an earlier start, as ``key old → new``."""
+    try:
+        old = parse_config(before)
+    except ConfigError:  # of another version
+        return ("config.yaml of the start before is of another version",)
+    was, now = _flat(old.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    return tuple(f"{key} {was.get(key)} → {now.get(key)}" for key in {**was, **now} if was.get(key) != now.get(key))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _banner(
@@ -339,6 +384,7 @@ def _banner(
     folder: Path,
     checkpoint: Path | None,
     start: Progress,
+    changes: tuple[str, ...],
 ) -> str:
     config = prepared.config
     device = platform.machine() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
@@ -393,7 +439,8 @@ def _banner(
                     sequences_per_step=config.data.sequences_per_step,
                 )
             ]
-            + ([f"going on after step {start.step}"] if start.step else []),
+            + ([f"going on after step {start.step}"] if start.step else [])
+            + [f"changed since the start before: {change}" for change in changes],
         ),
     ]
     return f"nestsp {importlib.metadata.version('nestsp')}\n{aligned(rows)}\n"

@@ -65,7 +65,7 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         (
             ["train", "tiny.yaml", "--set", "cluster.tree=[2,3]"],
             "ConfigError: cluster.tree is 2x3, which is 6 ranks, but the run has 4; give fan-outs whose product is 4, "
-            "or leave it out for 2x2",
+            "leave it out for 2x2, or set cluster.ranks to the ranks of each host",
         ),
         (
             ["train", "tiny.yaml", "--set", "planner.name=nps"],

@@ -31,8 +31,8 @@ def test_given_fanouts_must_multiply_to_the_ranks() -> None:
     with pytest.raises(ConfigError) as refused:
         Cluster(1, 6).tree([2, 2])
     assert str(refused.value) == (
-        "cluster.tree is 2x2, which is 4 ranks, but the run has 6; give fan-outs whose product is 6, or leave it out "
-        "for 3x2"
+        "cluster.tree is 2x2, which is 4 ranks, but the run has 6; give fan-outs whose product is 6, leave it out "
+        "for 3x2, or set cluster.ranks to the ranks of each host"
     )
 
 
