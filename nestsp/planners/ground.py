@@ -30,7 +30,7 @@ from nestsp.planners.recompute import spend_memory
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
 
-__all__ = ["Ground", "Prices", "cost_ground"]
+__all__ = ["Ground", "Prices", "Verdict", "cost_ground"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,6 +53,19 @@ class Prices:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
         seconds: Floats = np.array(self.linear_s)[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
         return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a ground says of a finished plan.
+
+    Attributes:
+        makespan_s: Seconds; infinite if it does not fit into memory.
+        layers_s: float64 [microbatches, ranks], what each rank's own work takes, whatever others do meanwhile.
+    """
+
+    makespan_s: float
+    layers_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,7 @@ class Ground:
         num_crossing: Levels whose groups cross hosts; those after them do not.
         check: Raises what tells a user why a batch does not fit at all.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
-        evaluate: Seconds of a finished plan; infinite if it does not fit into memory.
+        evaluate: Judges a finished plan.
     """
 
     tree: GroupTree
@@ -100,7 +113,7 @@ class Ground:
     num_crossing: int
     check: Callable[[SequenceBatch], None]
     finish: Callable[[Plan], Plan]
-    evaluate: Callable[[Plan], float]
+    evaluate: Callable[[Plan], Verdict]
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -150,6 +163,24 @@ class Ground:
         least: Floats = (busy - self.linear_s[-1] - kept * self.layer_s * held).max(axis=1, initial=0.0)
         lasts = float(np.maximum(least, self.gathers_s).sum())
         return lasts + self.fixed_s * num_microbatches
+
+    def work_s(self, lengths: Floats) -> Floats:
+        """float64 [levels, sequences], rank-seconds that each sequence takes at least, if no rank has two groups."""
+        degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)], float)
+        work: Floats = self.floor.seconds(lengths) * degrees[:, None]
+        return work
+
+    def mean_floor_s(self, work_s: float, num_tokens: int, num_microbatches: int) -> float:
+        """Seconds that no finished plan of so many rank-seconds undercuts, if no rank has two groups.
+
+        The slowest rank of a microbatch is no faster than the mean; the fullest rank, on which it depends how much is
+        kept, no emptier.
+        """
+        busy = work_s / self.tree.num_ranks / num_microbatches
+        held = num_tokens / self.tree.num_ranks / num_microbatches
+        kept = float(self.kept_layers(np.array(max(held - 1.0, 0.0))))
+        least = busy - self.linear_s[-1] - kept * self.layer_s * held
+        return num_microbatches * (max(least, self.gathers_s) + self.fixed_s)
 
     def least_microbatches(self, batch: SequenceBatch) -> int:
         """The least number of microbatches that memory admits."""
@@ -242,6 +273,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     )
 
 
-def _judge(plan: Plan, cost: CostModel, streaming: bool) -> float:
+def _judge(plan: Plan, cost: CostModel, streaming: bool) -> Verdict:
     timeline = simulate(make_schedule(plan, streaming=streaming), cost)
-    return timeline.makespan_s if timeline.peak_bytes.max() <= cost.memory_per_rank_bytes else math.inf
+    fits = timeline.peak_bytes.max() <= cost.memory_per_rank_bytes
+    return Verdict(timeline.makespan_s if fits else math.inf, timeline.layers_s)
