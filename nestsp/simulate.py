@@ -156,6 +156,11 @@ class _Move:
     network: bool
     opens: bool
 
+    @property
+    def does_something(self) -> bool:
+        """Not so where an output was kept: its group is not there in the recompute."""
+        return self.waits or self.exchange_s is not None or bool(self.before_s.any())
+
 
 @dataclass(slots=True)
 class _Clocks:
@@ -274,11 +279,12 @@ def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Ti
     clocks = _Clocks(now, (host, network), exposed, computed, own, events=[] if record else None)
     microbatch_s: list[float] = []
     layers_s = np.zeros((len(schedule.plan.microbatches), num_ranks))
+    tokens = [rank_tokens(schedule.plan, number, cost) for number in range(len(layers_s))]
     for number in range(len(layers_s)):
         clocks.microbatch = number
         started = float(clocks.now_s.max())
         clocks.own_s = layers_s[number]
-        _walk_microbatch(schedule, number, cost, clocks)
+        _walk_microbatch(schedule, number, tokens[number], cost, clocks)
         microbatch_s.append(float(clocks.now_s.max()) - started)
     clocks.own_s = own
     clocks.wait(clocks.collective(cost.comm.ring_latency_s, cost.comm.crosses_hosts, "gradient norm"))
@@ -293,26 +299,29 @@ def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Ti
         exchanging_s=clocks.exposed_s,
         waiting_s=waiting,
         layers_s=layers_s,
-        peak_bytes=plan_peak_bytes(schedule.plan, cost),
+        peak_bytes=_peak_bytes(schedule.plan, tokens, cost),
         events=tuple(clocks.events or ()),
     )
 
 
 def plan_peak_bytes(plan: Plan, cost: CostModel) -> Floats:
     """The most memory that each rank needs in any microbatch, bytes."""
+    return _peak_bytes(plan, [rank_tokens(plan, number, cost) for number in range(len(plan.microbatches))], cost)
+
+
+def _peak_bytes(plan: Plan, tokens: Sequence[RankTokens], cost: CostModel) -> Floats:
     peak = np.zeros(plan.tree.num_ranks)
-    for number, microbatch in enumerate(plan.microbatches):
-        tokens = rank_tokens(plan, number, cost)
-        peak = np.maximum(peak, cost.memory.peak_bytes(tokens, microbatch.num_kept_layers))
+    for microbatch, held in zip(plan.microbatches, tokens, strict=True):
+        peak = np.maximum(peak, cost.memory.peak_bytes(held, microbatch.num_kept_layers))
     return peak
 
 
-def _walk_microbatch(schedule: Schedule, number: int, cost: CostModel, clocks: _Clocks) -> None:
+def _walk_microbatch(schedule: Schedule, number: int, held: RankTokens, cost: CostModel, clocks: _Clocks) -> None:
     microbatch = schedule.plan.microbatches[number]
     num_layers, num_kept = cost.shape.num_layers, microbatch.num_kept_layers
     network = cost.comm.crosses_hosts
     # A rank without tokens runs one filler token.
-    tokens = np.maximum(1.0, rank_tokens(schedule.plan, number, cost).local)
+    tokens = np.maximum(1.0, held.local)
     before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
     sizes = _LevelSizes.of(schedule.plan, number, cost)
     moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
@@ -458,7 +467,7 @@ def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cos
         for chain, indices in alike.items():
             groups = np.array(indices, dtype=np.int64)
             moves.append(turns_of[chain].move(step.turn, chain, groups, sizes))
-    return tuple(moves)
+    return tuple(move for move in moves if move.does_something)
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +477,8 @@ class _Turns:
     Attributes:
         exchanges: The communications, in order.
         heads: float64 [degree], query heads of each member.
-        widths: float64 [degree], of the two all-to-alls: bytes per token that each member works for.
+        copies_s: For the all-to-alls in and out: seconds per token of packing at the tokens, one number, and at the
+            heads, float64 [degree].
     """
 
     which: Pass
@@ -478,7 +488,7 @@ class _Turns:
     keep: Keep
     exchanges: tuple[LinkTime, ...]
     heads: Floats
-    payloads: tuple[Payload, Payload]
+    copies_s: tuple[tuple[float, Floats], tuple[float, Floats]]
 
     @classmethod
     def of(cls, placement: Placement, which: Pass, cost: CostModel) -> _Turns:
@@ -491,7 +501,8 @@ class _Turns:
             payloads = (FORWARD_IN, FORWARD_OUT)
         assert len(exchanges) == num_exchanges(placement, which)
         heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads
-        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, payloads)
+        copies = (_copies_s(payloads[0], group.degree, ring, cost), _copies_s(payloads[1], group.degree, ring, cost))
+        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, copies)
 
     def move(self, turn: Turn, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
         """One turn of some groups.
@@ -515,14 +526,13 @@ class _Turns:
                 passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
         if last and inner > 1:
-            if number == 0:
-                before = before + self._copy_s(tokens, self.payloads[0], at_heads=False)
-            elif number == 1:
-                before = before + self._copy_s(tokens, self.payloads[0], at_heads=True)
-            if number == last - 1:
-                before = before + self._copy_s(tokens, self.payloads[1], at_heads=True)
-            elif number == last:
-                before = before + self._copy_s(tokens, self.payloads[1], at_heads=False)
+            packed = []
+            if number < 2:
+                packed.append(self.copies_s[0][number])
+            if number >= last - 1:
+                packed.append(self.copies_s[1][last - number])
+            for per_token_s in packed:
+                before = before + (self.cost.profile.launch_s + tokens[:, None] * per_token_s)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
             name=f"degree {self.degree}, {self.which.value} {number}",
@@ -546,16 +556,13 @@ class _Turns:
         seconds: Floats = self.cost.compute.attention_s(direction, self.heads, *arrays, ring_degree=self.ring_degree)
         return seconds
 
-    def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
-        shape, compute = self.cost.shape, self.cost.compute
-        if at_heads:
-            inner = self.degree // self.ring_degree
-            per_token = np.tile(member_widths(shape, payload, inner), self.ring_degree) / self.ring_degree
-        else:
-            width = payload.query * shape.query_width + payload.kv * shape.kv_width
-            per_token = np.full(self.degree, width / self.degree)
-        seconds: Floats = compute.profile.launch_s + tokens[:, None] * per_token * _ELEMENT_BYTES * compute.copy_s
-        return seconds
+
+def _copies_s(payload: Payload, degree: int, ring_degree: int, cost: CostModel) -> tuple[float, Floats]:
+    """Seconds per token of the group's stream of packing or unpacking an all-to-all, at the tokens and at the heads."""
+    shape, s_per_element = cost.shape, _ELEMENT_BYTES * cost.compute.copy_s
+    at_tokens = (payload.query * shape.query_width + payload.kv * shape.kv_width) / degree
+    at_heads = np.tile(member_widths(shape, payload, degree // ring_degree), ring_degree) / ring_degree
+    return at_tokens * s_per_element, at_heads * s_per_element
 
 
 def plan_work(plan: Plan, shape: ModelShape) -> tuple[tuple[Work, ...], ...]:

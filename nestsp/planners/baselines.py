@@ -41,6 +41,8 @@ __all__ = [
     "static_degrees",
 ]
 
+# Greedy disjoint groups: a sequence takes the smallest degree at which it takes no longer than such a part of the mean.
+_THRESHOLDS = (0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 # Sums of bytes are rounded.
 _ROUNDING = 1e-9
 
@@ -337,9 +339,12 @@ class DisjointGroups:
         degrees = np.array(static_degrees(tree), float)
         mean = float((seconds * degrees[:, None]).min(axis=0)[part].sum()) / tree.num_ranks
         best: Packing | None = None
-        for threshold in (0.3, 0.5, 0.7, 1.0, 1.4, 2.0):
-            levels = smallest_degrees(seconds, sizes, threshold * mean, 0.9 * free)
-            packing = _pack_disjoint(self.ground, part, levels, seconds, sizes)
+        choices = (smallest_degrees(seconds, sizes, times * mean, 0.9 * free) for times in _THRESHOLDS)
+        splits = [_split_ranks(tree, part, levels, seconds) for levels in choices]
+        for split in sorted((split for split in splits if split is not None), key=lambda split: split.slowest_s):
+            if best is not None and split.slowest_s >= best.slowest_s:
+                break
+            packing = _pack_disjoint(self.ground, split, seconds, sizes)
             if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
                 best = packing
         return best
@@ -347,7 +352,8 @@ class DisjointGroups:
 
 def longest_first(batch: SequenceBatch) -> list[int]:
     """Batch positions by falling length; equal lengths stay in order."""
-    return sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
+    order: list[int] = np.argsort(-np.array(batch.lengths, np.int64), kind="stable").tolist()
+    return order
 
 
 def num_groups(tree: GroupTree, level: int) -> int:
@@ -408,15 +414,26 @@ def join_packings(tree: GroupTree, batch: SequenceBatch, packings: list[tuple[li
     return Packing(tree, levels, microbatches, groups, loads, held)
 
 
-def _pack_disjoint(
-    ground: Ground, part: list[int], levels: list[int], seconds: Floats, num_bytes: Floats
-) -> Packing | None:
-    """Give each used level its ranks, in falling degree so that groups stay aligned, then fill each by itself."""
-    tree = ground.tree
-    members: dict[int, list[int]] = {}
-    for i in part:
-        members.setdefault(levels[i], []).append(i)
-    used = sorted(members)
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Ranks dealt out to levels.
+
+    Attributes:
+        members: For each used level, root first, its sequences.
+        counts: For each used level its groups.
+        slowest_s: The slowest level takes so long at least, if its groups are even.
+    """
+
+    members: dict[int, list[int]]
+    counts: dict[int, int]
+    slowest_s: float
+
+
+def _split_ranks(tree: GroupTree, part: list[int], levels: list[int], seconds: Floats) -> _Split | None:
+    """Give each used level ranks by its work; ranks that are left go to the slowest. None if there are too few."""
+    at = np.array(levels)[part]
+    used = np.unique(at).tolist()
+    members = {level: np.array(part)[at == level].tolist() for level in used}
     work = {lv: float(seconds[lv, members[lv]].sum()) * tree.degree(lv) for lv in used}
     total = sum(work.values())
     counts = {lv: max(1, int(work[lv] / total * tree.num_ranks / tree.degree(lv))) for lv in used}
@@ -425,16 +442,26 @@ def _pack_disjoint(
         if not shrinkable:
             return None
         counts[min(shrinkable, key=lambda lv: (work[lv] / (counts[lv] - 1) / tree.degree(lv), lv))] -= 1
-    while True:  # ranks that are left go to the slowest level that can take a group of them
+    while True:
         left = tree.num_ranks - sum(counts[lv] * tree.degree(lv) for lv in used)
         growing = [lv for lv in used if tree.degree(lv) <= left]
         if not growing:
             break
         counts[max(growing, key=lambda lv: (work[lv] / counts[lv] / tree.degree(lv), -lv))] += 1
+    return _Split(members, counts, max(work[lv] / counts[lv] / tree.degree(lv) for lv in used))
+
+
+def _pack_disjoint(ground: Ground, split: _Split, seconds: Floats, num_bytes: Floats) -> Packing | None:
+    """Lay the groups side by side in falling degree, so that each is aligned, and fill each level by itself."""
+    tree, members, counts = ground.tree, split.members, split.counts
+    levels = [0] * seconds.shape[1]
+    for level, of in members.items():
+        for i in of:
+            levels[i] = level
     loads, held = np.zeros((1, tree.num_ranks)), np.zeros((1, tree.num_ranks))
     microbatches, groups = [0] * len(levels), [0] * len(levels)
     first = 0
-    for level in used:
+    for level in members:
         degree = tree.degree(level)
         mine = list(range(first // degree, first // degree + counts[level]))
         load, size, heap = [0.0] * len(mine), [0.0] * len(mine), [(0.0, b) for b in range(len(mine))]

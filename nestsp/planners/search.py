@@ -7,9 +7,9 @@
 2. *Packing.* For each difference, the least total that `pack_within` can keep is found by bisection, if it beats what
    another difference gave.
 3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
-   root first and leaves first; the best of these are balanced by what the ground says of each rank (`balance`). So are
-   the plans of every single level, BASP and greedy disjoint groups, but for those that provably end later: so it is
-   never slower than any of them.
+   leaves first; the best of these are balanced by what the ground says of each rank (`balance`), and the best of all is
+   judged root first too. So are the plans of every single level, BASP and greedy disjoint groups, but for those that
+   provably end later: so it is never slower than any of them.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
@@ -83,9 +83,13 @@ class NestedGroups:
         """Plan one batch; see `plan`."""
         ground = self.ground
         ground.check(batch)
-        found = [judged for packing in self.packings(batch) for judged in self._orders(packing.plan(batch, "nsp"))]
-        found = sorted(found, key=_makespan)[:_BALANCED]
-        best = min((self._balanced(*each) for each in found), key=_makespan, default=None)
+        placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
+        finished = [ground.finish(plan) for plan in placed]
+        found = sorted(((plan, ground.evaluate(plan)) for plan in finished), key=_makespan)
+        best = min((self._balanced(*each) for each in found[:_BALANCED]), key=_makespan, default=None)
+        if best is not None and best[0].level_order[0] != 0:
+            root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
+            best = min(best, (root_first, ground.evaluate(root_first)), key=_makespan)
         below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
         others = []
@@ -98,14 +102,6 @@ class NestedGroups:
         if best is None:
             raise refusal(batch)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
-
-    def _orders(self, placed: Plan) -> list[tuple[Plan, Verdict]]:
-        """A placement finished and judged; if some rank works for two groups, in two level orders."""
-        plan = self.ground.finish(placed)
-        plans = [plan]
-        if _num_groups_of_a_rank(plan) > 1:
-            plans.append(dataclasses.replace(plan, level_order=tuple(reversed(plan.level_order))))
-        return [(each, self.ground.evaluate(each)) for each in plans]
 
     def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
         """A plan with its short sequences dealt anew, as long as that makes it faster."""
@@ -143,7 +139,11 @@ class NestedGroups:
             if numbers == _NUMBERS or (found and this_s >= _HOPELESS * best_s):
                 break
             best_s = min(best_s, this_s)
-        return [packing for _, packing in sorted(found, key=_first)[:_FINALISTS]]
+        best: list[Packing] = []
+        for _, packing in sorted(found, key=_first):
+            if len(best) < _FINALISTS and not any(packing.places == other.places for other in best):
+                best.append(packing)
+        return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +259,12 @@ def _makespan(pair: tuple[Plan, Verdict]) -> float:
     return pair[1].makespan_s
 
 
-def _num_groups_of_a_rank(plan: Plan) -> int:
-    """The most groups of several ranks that one rank works for in a microbatch."""
-    most = 0
+def _leaves_first(plan: Plan) -> Plan:
+    """The smallest groups take their turns first, if some rank works for two: their exchanges are over sooner."""
     for microbatch in plan.microbatches:
         count = np.zeros(plan.tree.num_ranks, np.int64)
         for placement in microbatch.placements:
             count[placement.group.first_rank : placement.group.ranks.stop] += placement.group.degree > 1
-        most = max(most, int(count.max()))
-    return most
+        if count.max() > 1:
+            return dataclasses.replace(plan, level_order=tuple(sorted(plan.level_order, reverse=True)))
+    return plan
