@@ -182,6 +182,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         least_part=1.0,
         guesses=(prices,),
         floor=prices,
+        head_s=0.0,
         gathers_s=0.0,
         layer_s=0.0,
         layer_bytes=0.0,

@@ -84,6 +84,7 @@ class Ground:
             nothing hides an exchange.
         guesses: Prices to search with: what is kept and what is hidden is decided later.
         floor: Prices that no finished plan undercuts where no rank has two groups, kept layers left out.
+        head_s: Seconds per token of head and loss, on the rank that holds it.
         gathers_s: Of all gathers and reductions of a microbatch, what `fixed_s` has not; it lasts at least so long.
         layer_s: Seconds per token that each kept layer spares; zero where nothing can be kept.
         layer_bytes: Bytes per token that it costs.
@@ -105,6 +106,7 @@ class Ground:
     least_part: float
     guesses: tuple[Prices, ...]
     floor: Prices
+    head_s: float
     gathers_s: float
     layer_s: float
     layer_bytes: float
@@ -261,6 +263,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             prices(2, head=True, exposed=0.3),
         ),
         floor=prices(1, head=True, exposed=1.0, kept=False),
+        head_s=cost.head_s,
         gathers_s=(2 * layers - 1) * cost.layer_gather_s + (layers - 1) * cost.layer_reduce_s,
         layer_s=compute.linear_s,
         layer_bytes=memory.layer_local - memory.layer_input,

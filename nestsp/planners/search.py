@@ -60,9 +60,9 @@ _PACKINGS = 3
 _NUMBERS = 3
 _HOPELESS = 1.05
 _FINALISTS = 4
-# Of the finalists so many are balanced by their verdicts, at most so many times.
+# Of the finalists so many are balanced by their verdicts, the head counting so much of itself.
 _BALANCED = 2
-_ROUNDS = 2
+_HEAD_PARTS = (0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,12 @@ class NestedGroups:
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
 
     def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
-        """A plan with its short sequences dealt anew, as long as that makes it faster."""
-        for _ in range(_ROUNDS):
-            dealt = balance(plan, verdict.layers_s, self.ground)
-            if dealt is None:
-                break
-            closer = self.ground.finish(dealt)
-            its = self.ground.evaluate(closer)
-            if its.makespan_s >= verdict.makespan_s:
-                break
-            plan, verdict = closer, its
+        """A plan with its short sequences dealt anew where that makes it faster."""
+        for head_part in _HEAD_PARTS if self.ground.head_s else (0.0,):
+            dealt = balance(plan, verdict.layers_s, self.ground, head_part)
+            if dealt is not None:
+                closer = self.ground.finish(dealt)
+                plan, verdict = min((plan, verdict), (closer, self.ground.evaluate(closer)), key=_makespan)
         return plan, verdict
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
