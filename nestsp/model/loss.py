@@ -20,9 +20,7 @@ IGNORED_TARGET = -100
 """Stands for a token that has no target: the last one of each sequence, and fillers."""
 
 
-def sliced_nll(
-    head: Callable[[Tensor], Tensor], hidden_TD: Tensor, targets_T: Tensor, slice_tokens: int
-) -> Tensor:
+def sliced_nll(head: Callable[[Tensor], Tensor], hidden_TD: Tensor, targets_T: Tensor, slice_tokens: int) -> Tensor:
     """Negative log-likelihood of each token's target, in float32 (float64 for a float64 model).
 
     Args:
