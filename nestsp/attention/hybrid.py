@@ -24,14 +24,15 @@ from nestsp.attention.local import Kernel
 from nestsp.attention.ring import around_backward, around_forward
 from nestsp.attention.ulysses import heads_to_tokens, tokens_to_heads
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
+from nestsp.comm.exchange import Exchange
 
 __all__ = ["backward_phases", "forward_phases"]
 
 
 def forward_phases(
     work: GroupWork, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None
-) -> Generator[None, None, Attended]:
-    """Attention of one group, forward. Yields while a communication is on the wire, once for each.
+) -> Generator[Exchange, None, Attended]:
+    """Attention of one group, forward. Yields each communication once, while it is on the wire.
 
     Args:
         work: The group.
@@ -54,8 +55,8 @@ def forward_phases(
 
 def backward_phases(
     work: GroupWork, kernel: Kernel, scale: float, num_kv_heads: int, saved: Saved, dout: Tensor
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """Attention of one group, backward. Yields while a communication is on the wire, once for each.
+) -> Generator[Exchange, None, tuple[Tensor, Tensor, Tensor]]:
+    """Attention of one group, backward. Yields each communication once, while it is on the wire.
 
     Args:
         work: The group.

@@ -57,7 +57,8 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        timer: Measures attention.
+        timer: Times the turns of attention in the last run.
+        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
     """
 
     root: nn.Module
@@ -67,6 +68,7 @@ class Executor:
     device: torch.device
     kernel: Kernel
     timer: AttentionTimer
+    streaming: bool = True
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -96,7 +98,7 @@ class Executor:
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
-        schedule = make_schedule(plan)
+        schedule = make_schedule(plan, streaming=self.streaming)
         local = []
         for number, spans in enumerate(rank_spans(plan, self.rank)):
             tokens = load_local(spans, plan.batch, read, self.device)
@@ -112,6 +114,7 @@ class Executor:
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
+        self.timer.clear()
         total: Tensor | None = None
         for microbatch in batch.microbatches:
             microbatch.attention.stash.clear()  # what a run that failed may have left
@@ -161,5 +164,5 @@ class Executor:
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
             frozenset(range(self.shape.num_layers - kept)),
-            self.timer,
+            self.timer.of(microbatch),
         )

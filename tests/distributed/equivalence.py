@@ -89,6 +89,7 @@ class Case:
         slice_tokens: Tokens of one slice of the loss.
         trainable: If given, only parameters whose names contain one of these texts are trained.
         weighted: Targets have weights of all signs and sizes, instead of 1.
+        streaming: Groups take turns.
     """
 
     keys: Mapping[str, Any]
@@ -97,6 +98,7 @@ class Case:
     slice_tokens: int = 5
     trainable: tuple[str, ...] | None = None
     weighted: bool = False
+    streaming: bool = True
 
     @property
     def made(self) -> Plan:
@@ -283,7 +285,7 @@ def make_executor(
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if links is None:
         links = make_tree_links(case.made, rank)
-    return Executor(root, shape, links, rank, CPU, CountingKernel(), AttentionTimer(CPU))
+    return Executor(root, shape, links, rank, CPU, CountingKernel(), AttentionTimer(CPU), case.streaming)
 
 
 def make_tree_links(plan: Plan, rank: int) -> Mapping[int, Link]:

@@ -110,6 +110,12 @@ def test_some_kept_layers_give_the_same_gradients(pool: RankPool, tree: tuple[in
     check(pool, [Case(keys, plan.to_json()) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
 
 
+def test_groups_one_after_the_other_give_the_same_gradients(pool: RankPool) -> None:
+    """Without streaming; the order of all ranks' exchanges is checked as with it."""
+    plans = [nested_plan(GroupTree((2, 2)), keep=keep) for keep in ("none", "output")]
+    check(pool, [Case(keys, plan.to_json(), streaming=False) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
+
+
 def test_heads_need_not_divide_by_ranks(pool: RankPool) -> None:
     """Rows D9 and D11 of the shared cases: awkward numbers of heads, and fewer key/value heads than ranks."""
     cases = []
