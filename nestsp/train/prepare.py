@@ -151,6 +151,7 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        streaming=planner.streaming,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
