@@ -309,12 +309,19 @@ def _launch(settings: RunConfig) -> None:
     """Start the ranks of this command on this machine, and leave with their exit code."""
     # What needs no torch is refused, and the store built, before any rank waits for it.
     from nestsp.cluster import Cluster
-    from nestsp.shape import ModelShape, read_config_json
+    from nestsp.shape import FAMILIES, ModelShape, read_config_json
     from nestsp.train.console import Screen
     from nestsp.train.prepare import prepare_data
 
     source = settings.model.config
-    shape = ModelShape.from_hf_config(read_config_json(Path(source)) if isinstance(source, str) else source)
+    keys = read_config_json(Path(source)) if isinstance(source, str) else source
+    if keys.get("model_type") in FAMILIES:
+        shape = ModelShape.from_hf_config(keys)
+    else:  # another family's sizes are found in the model itself
+        from nestsp.model.adapter import model_config
+        from nestsp.model.derive import model_shape
+
+        shape = model_shape(model_config(source))
     num_ranks = settings.cluster.ranks
     if num_ranks is None:
         from nestsp.train.world import default_num_ranks
