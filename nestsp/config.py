@@ -47,10 +47,32 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model: a Transformers config, from which an unmodified model is made."""
 
-    config: str | dict[str, Any] = Field(
-        description="a Transformers model config: the path of a config.json (or its folder), or its keys written here, "
-        "model_type among them"
+    config: str | dict[str, Any] | None = Field(
+        None,
+        description="to train from random weights: a Transformers model config, as the path of a config.json (or its "
+        "folder), or its keys written here, model_type among them; give this or path",
     )
+    path: str | None = Field(
+        None,
+        description="to train from given weights: the folder of a Hugging Face model, with config.json and "
+        "safetensors; give this or config",
+    )
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelConfig:
+        if (self.config is None) == (self.path is None):
+            given = "neither" if self.config is None else "both"
+            raise ValueError(
+                f"model has {given} of config and path, but needs exactly one; set one of them and leave the other out"
+            )
+        return self
+
+    @property
+    def source(self) -> str | dict[str, Any]:
+        """Where the config's keys come from: a path, or the keys themselves."""
+        source = self.config if self.path is None else self.path
+        assert source is not None
+        return source
 
 
 class DataConfig(_Section):
@@ -188,6 +210,14 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
+    sharding: Literal["fsdp", "hsdp", "none"] = Field(
+        "fsdp",
+        description="how parameters, gradients and optimizer are spread: fsdp over all ranks; hsdp over shard_size "
+        "ranks, with a copy for each such group; none: every rank has all of them",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="for hsdp only: neighbouring ranks that share one copy; null for the ranks of a host"
+    )
     recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
@@ -205,7 +235,28 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
             )
+        if self.shard_size is not None and self.sharding != "hsdp":
+            raise ValueError(
+                f"train.shard_size is {self.shard_size}, but train.sharding is {self.sharding}, which has no such "
+                "choice; set train.sharding: hsdp, or leave train.shard_size out"
+            )
         return self
+
+    def num_shards(self, num_ranks: int, ranks_per_host: int) -> int:
+        """Pieces that each parameter is cut into.
+
+        Raises:
+            ConfigError: The ranks do not divide.
+        """
+        if self.sharding != "hsdp":
+            return num_ranks if self.sharding == "fsdp" else 1
+        size = self.shard_size or ranks_per_host
+        if num_ranks % size or size in (1, num_ranks):
+            raise ConfigError(
+                f"train.sharding is hsdp with shards of {size} of {num_ranks} ranks, but there must be several equal "
+                f"shards of several ranks; set train.shard_size to a divisor of {num_ranks} in between, or take fsdp"
+            )
+        return size
 
 
 class RunConfig(_Section):

@@ -14,6 +14,7 @@ import numpy as np
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
+from nestsp.cost.memory import MemoryOptions
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.data.store import Progress
 from nestsp.data.stream import DataState, SampleStream
@@ -77,7 +78,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     """
     from nestsp.model.adapter import model_config, model_shape
 
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
@@ -108,6 +109,7 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
     if samples.store.vocab_size > shape.vocab_size:
@@ -138,19 +140,20 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         InfeasibleError: The model or the longest sequence does not fit.
         ConfigError: The profile is not there, or damaged.
     """
-    planner, train = prepared.config.planner, prepared.config.train
+    planner, train, cluster = prepared.config.planner, prepared.config.train, prepared.cluster
     task = PlanningTask(
         planner=planner.name,
         degree=planner.degree,
         max_tokens_per_rank=planner.max_tokens_per_rank,
         shape=prepared.shape,
-        cluster=prepared.cluster,
+        cluster=cluster,
         tree=prepared.tree,
         profile=profile,
         memory_per_rank_bytes=memory_per_rank_bytes,
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        memory=MemoryOptions(num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host)),
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:

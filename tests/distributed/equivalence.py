@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
@@ -43,7 +42,7 @@ from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
 from nestsp.shape import ModelShape, head_shares
 from nestsp.shard import rank_spans
-from nestsp.train.parallelize import shard_root
+from nestsp.train.parallelize import make_mesh, shard_root
 
 # Rounding in float64 leaves about 1e-14; anything structural is above 1e-6. In between lie only the models' float32
 # parts (norms, the router's softmax): a value that falls on the other side of a float32 rounding moves results by 1e-8.
@@ -264,6 +263,7 @@ def make_executor(
     compute_dtype: torch.dtype = torch.float64,
     reduce_dtype: torch.dtype = torch.float64,
     sharded: bool = True,
+    num_shards: int | None = None,
 ) -> Executor:
     tree = Plan.from_json(case.plan).tree
     shape = model_shape(model_config(small_config(case.keys)))
@@ -271,7 +271,7 @@ def make_executor(
     install_layer_runner(model, recompute=case.recompute)
     root = LossRoot(model, slice_tokens=case.slice_tokens)  # type: ignore[arg-type]
     if sharded:
-        mesh = init_device_mesh("cpu", (tree.num_ranks,))
+        mesh = make_mesh("cpu", tree.num_ranks, num_shards or tree.num_ranks)
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if links is None:
         links = make_tree_links(Plan.from_json(case.plan), rank)
