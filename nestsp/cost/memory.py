@@ -22,7 +22,7 @@ from nestsp.cluster import GroupTree
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape
 
-__all__ = ["MOMENTS", "MemoryCost", "MemoryOptions", "RankTokens", "make_memory_cost"]
+__all__ = ["MOMENTS", "PLAIN_MEMORY", "MemoryCost", "MemoryOptions", "RankTokens", "make_memory_cost"]
 
 Real = float | npt.NDArray[Any]
 
@@ -49,6 +49,10 @@ class MemoryOptions:
     mlp_slice_tokens: int | None = None
     offloads_inputs: bool = False
     forward_only: bool = False
+
+
+PLAIN_MEMORY = MemoryOptions()
+"""Everything is sharded over all ranks, trained and kept as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def make_memory_cost(
     *,
     loss_slice_tokens: int = 2048,
     element_bytes: int = 2,
-    options: MemoryOptions = MemoryOptions(),
+    options: MemoryOptions = PLAIN_MEMORY,
 ) -> MemoryCost:
     """The coefficients of a model on a tree of ranks.
 

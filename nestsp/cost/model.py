@@ -10,7 +10,7 @@ import numpy.typing as npt
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.comm import CommCost, make_comm_cost
 from nestsp.cost.compute import ComputeCost, make_compute_cost
-from nestsp.cost.memory import MemoryCost, MemoryOptions, make_memory_cost
+from nestsp.cost.memory import PLAIN_MEMORY, MemoryCost, MemoryOptions, make_memory_cost
 from nestsp.cost.profile import CostProfile
 from nestsp.errors import ConfigError
 from nestsp.shape import ModelShape
@@ -94,7 +94,7 @@ def make_cost_model(
     memory_per_rank_bytes: float | None = None,
     loss_slice_tokens: int = 2048,
     element_bytes: int = 2,
-    memory: MemoryOptions = MemoryOptions(),
+    memory: MemoryOptions = PLAIN_MEMORY,
 ) -> CostModel:
     """The cost model of a run.
 

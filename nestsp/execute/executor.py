@@ -113,8 +113,10 @@ class Executor:
             This rank's loss sum, a float scalar without gradient.
         """
         total: Tensor | None = None
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches, start=1):
             microbatch.attention.stash.clear()  # what a run that failed may have left
+            if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
+                self.root.set_requires_all_reduce(number == len(batch.microbatches))
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
                 loss = token_loss(microbatch.tokens, nll)

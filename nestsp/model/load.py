@@ -75,7 +75,7 @@ class Source:
         for pattern, key in self.tensors:
             row = numbers[pattern] = numbers.get(pattern, -1) + 1
             if not self.by_rows or start <= row < stop:
-                converter.add_tensor(name, key, pattern, self.files[key].get_tensor(key))  # type: ignore[arg-type]
+                converter.add_tensor(name, key, pattern, self.files[key].get_tensor(key))
         converted: Mapping[str, Tensor] = converter.convert(name, model=model, config=model.config)
         return converted[name] if self.by_rows else converted[name][start:stop]
 
@@ -100,7 +100,7 @@ def empty_model(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
                 unset = torch.empty_like(buffer, device="cpu")
                 module._buffers[name] = unset.fill_(torch.nan) if unset.is_floating_point() else unset.fill_(-1)
         with torch.no_grad():
-            model._init_weights(module)  # of parameters without memory it sets nothing
+            model._init_weights(module)  # type: ignore[no-untyped-call]  # of parameters without memory it sets nothing
         for name, buffer in module._buffers.items():
             if buffer is not None and bool((buffer.isnan() if buffer.is_floating_point() else buffer < 0).any()):
                 raise ModelError(
@@ -209,7 +209,7 @@ def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
         )
     else:
         filled = torch.empty_like(parameter, device=device)
-    torch.utils.swap_tensors(parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))
+    torch.utils.swap_tensors(parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))  # type: ignore[no-untyped-call]
 
 
 def _open_files(folder: Path) -> dict[str, Any]:

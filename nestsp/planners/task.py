@@ -15,7 +15,7 @@ from typing import Any
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.bound import lower_bound
-from nestsp.cost.memory import MemoryOptions
+from nestsp.cost.memory import PLAIN_MEMORY, MemoryOptions
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.errors import InfeasibleError
@@ -93,7 +93,7 @@ class PlanningTask:
     can: Capabilities
     loss_slice_tokens: int = 2048
     element_bytes: int = 2
-    memory: MemoryOptions = MemoryOptions()
+    memory: MemoryOptions = PLAIN_MEMORY
 
     def cost(self) -> CostModel:
         """What everything costs.

@@ -35,9 +35,7 @@ def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
     assert num_ranks % num_shards == 0
     if num_shards == num_ranks:
         return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shards",))
-    return init_device_mesh(
-        device_type, (num_ranks // num_shards, num_shards), mesh_dim_names=("replicas", "shards")
-    )
+    return init_device_mesh(device_type, (num_ranks // num_shards, num_shards), mesh_dim_names=("replicas", "shards"))
 
 
 def shard_root(root: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:

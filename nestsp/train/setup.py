@@ -57,7 +57,7 @@ def build_executor(
     if path is None:
         model = _random_model(prepared, world, wide, options)
     else:
-        model = empty_model(prepared.model, **options).to(wide)
+        model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
         sources = world.together(lambda: find_sources(model, Path(path)))
         _move_buffers(model, world.device)
     install_layer_runner(model, recompute=train.recompute)
@@ -85,9 +85,7 @@ def build_executor(
     )
 
 
-def _random_model(
-    prepared: Prepared, world: World, dtype: torch.dtype, options: Mapping[str, Any]
-) -> PreTrainedModel:
+def _random_model(prepared: Prepared, world: World, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:
     model = build_model(prepared.model, seed=prepared.config.train.seed, **options)
     model.to(dtype)  # type: ignore[arg-type]
     if len(set(world.gather(_weights_digest(model)))) != 1:
