@@ -23,6 +23,8 @@ from nestsp.units import parse_bytes
 __all__ = [
     "ClusterConfig",
     "DataConfig",
+    "DataSource",
+    "MixturePart",
     "ModelConfig",
     "PlannerConfig",
     "RunConfig",
@@ -75,21 +77,59 @@ class ModelConfig(_Section):
         return source
 
 
-class DataConfig(_Section):
-    """The corpus and how it becomes batches."""
+class DataSource(_Section):
+    """Where samples come from."""
 
     source: str = Field(
-        "stdlib",
-        description="'stdlib' (each top-level function and class of the Python standard library), a .jsonl file whose "
-        "lines have a 'text' field, or a folder of text files",
+        description="'stdlib' (each top-level function and class of the Python standard library); a .jsonl or "
+        ".parquet file, or a folder of them; a folder of text files; a folder that Hugging Face datasets saved with "
+        "save_to_disk; or a data set's name on the Hugging Face Hub, such as org/name",
+    )
+    format: Literal["auto", "text", "tokens", "chat", "prompt_completion"] = Field(
+        "auto",
+        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages') or prompt_completion "
+        "('prompt' and 'completion'); auto tells it by the columns",
+    )
+    split: str = Field("train", description="which split of a saved data set or of one on the Hub")
+    subset: str | None = Field(None, description="which configuration of a data set on the Hub")
+    revision: str | None = Field(
+        None, description="commit or tag of a data set on the Hub; a whole commit needs no network once tokenised"
+    )
+
+
+class MixturePart(DataSource):
+    """One source of a mixture."""
+
+    weight: PositiveFloat = Field(
+        1.0,
+        description="passes over the source in one epoch: 2 takes every sample twice, 0.5 another half each epoch",
+    )
+
+
+class DataConfig(DataSource):
+    """The corpus and how it becomes batches."""
+
+    source: str = Field("stdlib", description=DataSource.model_fields["source"].description)
+    mixture: tuple[MixturePart, ...] = Field(
+        (),
+        description="several sources instead of one, each with source, weight (passes over it in one epoch) and, if "
+        "needed, format, split, subset and revision",
+    )
+    eval: DataSource | None = Field(
+        None, description="a source for evaluation, under the same tokenizer, limit and policy; null for none"
     )
     tokenizer: str = Field(
         "bytes",
-        description="'bytes' (256 tokens, one a byte), or the folder or name of a Hugging Face tokenizer",
+        description="'bytes' (256 tokens, one a byte), or the folder or name of a Hugging Face tokenizer; samples that "
+        "are tokens already need none",
+    )
+    chat_template: str | None = Field(
+        None, description="path of a Jinja chat template; null for the tokenizer's own. Only chats need one"
     )
     append_eos: bool = Field(
         True,
-        description="end every sample with the tokenizer's end-of-text token, if it has one ('bytes' has none)",
+        description="end every text and every completion with the tokenizer's end-of-text token, if it has one "
+        "('bytes' has none); chats end as their template says",
     )
     max_length: PositiveInt | None = Field(None, description="longest sample, in tokens; null for no limit")
     over_length: Literal["error", "drop", "truncate", "split"] = Field(
@@ -105,7 +145,30 @@ class DataConfig(_Section):
         None, description="samples of one optimizer step over all ranks; give this or tokens_per_step"
     )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
+    workers: PositiveInt | None = Field(
+        None, description="processes that tokenise; null for one a core that this process may use"
+    )
     cache_dir: str = Field(".nestsp/stores", description="folder in which tokenised corpora are kept")
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The mixture; a single source is a mixture of one."""
+        own = {name: getattr(self, name) for name in DataSource.model_fields}
+        return self.mixture or (MixturePart(**own),)
+
+    @property
+    def title(self) -> str:
+        """What the user calls the corpus."""
+        return " + ".join(part.source for part in self.parts)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.mixture and self.source != "stdlib":
+            raise ValueError(
+                f"data.source is '{self.source}', but data.mixture names sources too; put it into the mixture, or leave "
+                "one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> DataConfig:
@@ -335,6 +398,13 @@ def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str,
             yield key, _type_name(kind), default, field.description or ""
 
 
+def _section(kind: Any) -> type[BaseModel] | None:
+    """The section that a setting's type is or holds: of ``Section``, ``Section | None`` and a list of sections."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for arg in typing.get_args(kind) if (found := _section(arg)) is not None), None)
+
+
 def _type_name(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -345,7 +415,7 @@ def _type_name(kind: Any) -> str:
         return " | ".join(_type_name(arg) for arg in args)
     if origin is tuple:
         return f"list of {_type_name(args[0])}"
-    if origin is dict:
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return "mapping"
     names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null"}
     return names.get(kind, str(kind))
@@ -471,7 +541,8 @@ def _is_branch(part: int | str) -> bool:
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:
     section: type[BaseModel] = RunConfig
     for part in loc:
-        kind = section.model_fields[str(part)].annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel)
-        section = kind
+        if isinstance(part, str):  # a number is a place in a list of sections
+            inner = _section(section.model_fields[part].annotation)
+            assert inner is not None
+            section = inner
     return section.model_fields
