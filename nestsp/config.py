@@ -289,6 +289,9 @@ class TrainConfig(_Section):
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
+    eval_every: PositiveInt | None = Field(
+        None, description="steps between evaluations on data.eval; null for one at the end only"
+    )
     export: bool = Field(True, description="write the final weights in Hugging Face format")
 
     @model_validator(mode="after")
@@ -334,6 +337,15 @@ class RunConfig(_Section):
     cluster: ClusterConfig = ClusterConfig()
     planner: PlannerConfig = PlannerConfig()
     train: TrainConfig
+
+    @model_validator(mode="after")
+    def _evaluates_something(self) -> RunConfig:
+        if self.train.eval_every is not None and self.data.eval is None:
+            raise ValueError(
+                f"train.eval_every is {self.train.eval_every}, but there is no data.eval to evaluate on; set it, or "
+                "leave train.eval_every out"
+            )
+        return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

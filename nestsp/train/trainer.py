@@ -43,6 +43,7 @@ from nestsp.train.checkpoint import (
     validate_checkpoint,
 )
 from nestsp.train.console import Bar, Screen
+from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
 from nestsp.train.export import export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import Limits, decide_limits
@@ -58,6 +59,7 @@ __all__ = ["prepare_with_progress", "train"]
 
 _METRICS = "metrics.jsonl"
 _PLANS = "plans.jsonl"
+_EVALUATIONS = "evaluations.jsonl"
 
 
 def train(config: RunConfig, resume: str | None = None) -> int:
@@ -98,6 +100,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
     )
     settings = {**_lasting(config), **limits.to_settings()}
+    evaluated = world.together(lambda: _prepare_evaluation(prepared, screen))
+    forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
     executor = build_executor(prepared, world, dtype=dtype)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
@@ -112,7 +116,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     locks: list[FileLock] = []  # held until the process ends
     folder, changes = world.first(lambda: _open_folder(config, checkpoint, start.step, locks))
     screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
-    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen)
+    evaluator = None
+    if evaluated is not None and forward is not None:
+        evaluator = Evaluator(evaluated, forward, world, executor)
+    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen, evaluator)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
         loop.run(start, bar)
     loop.finish()
@@ -125,6 +132,11 @@ def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -
         return prepare(config, cluster, bar.set)
 
 
+def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
+    with screen.progress("tokenising data.eval", None) as bar:
+        return prepare_evaluation(prepared, bar.set)
+
+
 @dataclass(slots=True, eq=False)
 class _Loop:
     prepared: Prepared
@@ -135,6 +147,7 @@ class _Loop:
     identity: RunIdentity
     folder: Path
     screen: Screen
+    evaluator: Evaluator | None = None
     checkpoint: Path | None = None
 
     def run(self, start: Progress, bar: Bar) -> None:
@@ -153,9 +166,22 @@ class _Loop:
             self.screen.say(record.line(num_steps))
             bar.set(step, num_steps)
             progress = Progress(step=step, data=after, settings=start.settings)
+            self._evaluate(step)
             if step == num_steps or (every is not None and step % every == 0):
                 self._save(progress)
         feed.close()
+
+    def _evaluate(self, step: int) -> None:
+        every, num_steps = self.prepared.config.train.eval_every, self.prepared.num_steps
+        if self.evaluator is None or not (step == num_steps or (every is not None and step % every == 0)):
+            return
+        self.screen.say(f"evaluating after step {step} ...")
+        result = self.evaluator.run(step)
+        self.screen.say(result.line(num_steps))
+        if self.world.is_first:
+            records = JsonLines.resume(self.folder / _EVALUATIONS, step - 1)
+            records.write(result)
+            records.close()
 
     def _save(self, progress: Progress) -> None:
         self.checkpoint = self.world.together(
@@ -335,7 +361,7 @@ def _open_folder(
                 "run without --resume"
             ) from None
         locks.append(lock)
-        for name in (_METRICS, _PLANS) if old not in (None, folder) else ():
+        for name in (_METRICS, _PLANS, _EVALUATIONS) if old not in (None, folder) else ():
             if old is not None and (old / name).exists():
                 shutil.copyfile(old / name, folder / name)
         before = (old or folder) / "config.yaml"
