@@ -282,6 +282,15 @@ class TrainConfig(_Section):
         None, description="for hsdp only: neighbouring ranks that share one copy; null for the ranks of a host"
     )
     recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
+    router_loss: Literal["off", "counting_pass", "previous_step"] = Field(
+        "off",
+        description="the auxiliary loss that balances a mixture of experts: counting_pass takes it over the whole "
+        "batch, whatever the plan (several microbatches cost one more forward pass); previous_step balances against "
+        "the batch before, which is another objective and costs nothing",
+    )
+    router_loss_coefficient: NonNegativeFloat | None = Field(
+        None, description="factor of the auxiliary loss; null for the model config's router_aux_loss_coef"
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )

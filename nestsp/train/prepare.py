@@ -29,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data"]
+__all__ = ["Prepared", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -109,6 +109,11 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if config.train.router_loss != "off" and not shape.num_moe_layers:
+        raise ConfigError(
+            f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
+            "off"
+        )
     config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
@@ -163,6 +168,22 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def router_loss_coefficient(prepared: Prepared) -> float:
+    """Factor of the routers' auxiliary loss.
+
+    Raises:
+        ConfigError: Neither the settings nor the model's config have one.
+    """
+    given = prepared.config.train.router_loss_coefficient
+    value = getattr(prepared.model, "router_aux_loss_coef", None) if given is None else given
+    if value is None:
+        raise ConfigError(
+            "train.router_loss_coefficient is not set and the model's config has no router_aux_loss_coef, but the "
+            "auxiliary loss needs a factor; set one of them"
+        )
+    return float(value)
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

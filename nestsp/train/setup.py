@@ -21,6 +21,7 @@ from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
 from nestsp.model.root import LossRoot
+from nestsp.model.router_loss import RouterLoss
 from nestsp.train.parallelize import make_mesh, shard_root
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World, everywhere
@@ -59,9 +60,14 @@ def build_executor(
     else:
         model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
         sources = world.together(lambda: find_sources(model, Path(path)))
-        _move_buffers(model, world.device)
     install_layer_runner(model, recompute=train.recompute)
-    root = LossRoot(model, train.loss_slice_tokens)
+    root = LossRoot(
+        model,
+        train.loss_slice_tokens,
+        None if train.router_loss == "off" else RouterLoss(model),
+        keeps_router_counts=train.router_loss == "previous_step",
+    )
+    _move_buffers(root, world.device)
     mesh = make_mesh(world.device.type, cluster.num_ranks, num_shards)
     shard_root(root, mesh, compute_dtype=dtype, reduce_dtype=wide)
     if sources is not None:

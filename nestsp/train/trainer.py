@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, parse_config, to_yaml
@@ -28,6 +29,8 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
+from nestsp.execute.router_loss import run_with_router_loss
+from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
 from nestsp.simulate import imbalance, plan_work
@@ -48,7 +51,7 @@ from nestsp.train.export import export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import Limits, decide_limits
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
-from nestsp.train.prepare import Prepared, planning_task, prepare
+from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
 from nestsp.train.run_folder import latest_run_folder, new_run_folder
 from nestsp.train.setup import build_executor, compute_dtype
 from nestsp.train.update import learning_rate, make_optimizer, update
@@ -218,6 +221,16 @@ class _Loop:
             rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
         self.screen.say("\n" + aligned(rows))
 
+    def _run(self, plan: Plan, targets: int) -> tuple[Tensor, float | None]:
+        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
+        local = self.executor.load(plan, self.prepared.samples.read)
+        kind = self.prepared.config.train.router_loss
+        if kind == "off":
+            return self.executor.run(local).double(), None
+        scale = router_loss_coefficient(self.prepared) * targets
+        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
+        return loss_sum.double(), router_loss
+
     def _step(
         self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter
     ) -> tuple[StepMetrics, Any, DataState]:
@@ -226,12 +239,12 @@ class _Loop:
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
-        loss_sum = self.executor.run(self.executor.load(plan, self.prepared.samples.read)).double()
+        targets = num_targets(plan.batch)
+        loss_sum, router_loss = self._run(plan, targets)
         sums = torch.stack([loss_sum, loss_sum.new_tensor(self.executor.timer.take_s())])
         dist.all_reduce(sums)
         total_loss, attention_s = sums.tolist()
         attention_s /= self.world.cluster.num_ranks
-        targets = num_targets(plan.batch)
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if targets:
@@ -251,6 +264,7 @@ class _Loop:
             loss=loss,
             lr=lr,
             grad_norm=norm,
+            router_loss=router_loss,
             num_sequences=plan.batch.num_sequences,
             num_tokens=plan.batch.num_tokens,
             num_targets=targets,

@@ -38,6 +38,7 @@ from nestsp.execute.verify import (
 )
 from nestsp.model.adapter import build_model, model_config, model_shape
 from nestsp.model.root import LossRoot
+from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
 from nestsp.shape import ModelShape, head_shares
@@ -264,12 +265,18 @@ def make_executor(
     reduce_dtype: torch.dtype = torch.float64,
     sharded: bool = True,
     num_shards: int | None = None,
+    router_loss: str = "off",
 ) -> Executor:
     tree = Plan.from_json(case.plan).tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
     install_layer_runner(model, recompute=case.recompute)
-    root = LossRoot(model, slice_tokens=case.slice_tokens)  # type: ignore[arg-type]
+    root = LossRoot(
+        model,  # type: ignore[arg-type]
+        case.slice_tokens,
+        None if router_loss == "off" else RouterLoss(model),
+        keeps_router_counts=router_loss == "previous_step",
+    )
     if sharded:
         mesh = make_mesh("cpu", tree.num_ranks, num_shards or tree.num_ranks)
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
