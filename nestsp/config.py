@@ -188,7 +188,11 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
-    recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="which layers are recomputed in the backward pass instead of kept: auto (as few as memory allows; "
+        "the planner decides for each microbatch), true (all) or false (none)",
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
@@ -414,7 +418,7 @@ def _place(loc: Iterable[int | str]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return isinstance(part, str) and (part in ("int", "float", "str") or "[" in part)
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
 
 
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ skipped one would hang the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,6 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        recompute: Whether layers are recomputed in backward; as installed in the model.
         timer: Measures attention.
     """
 
@@ -67,7 +66,6 @@ class Executor:
     rank: int
     device: torch.device
     kernel: Kernel
-    recompute: bool
     timer: AttentionTimer
 
     def check(self, plan: Plan) -> None:
@@ -88,7 +86,13 @@ class Executor:
                     f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
                     "degree 1"
                 )
-        executor_capabilities(self.shape, recompute=self.recompute).check(plan)
+        for number, microbatch in enumerate(plan.microbatches):
+            if microbatch.num_kept_layers > self.shape.num_layers:
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"{self.shape.num_layers}; plan for this model"
+                )
+        executor_capabilities(self.shape).check(plan)
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
@@ -175,11 +179,11 @@ class Executor:
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
-        layers: Sequence[int] = range(self.shape.num_layers) if self.recompute else ()
+        kept = schedule.plan.microbatches[microbatch].num_kept_layers  # the last ones, whose backward comes first
         return AttentionContext(
             groups,
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
-            frozenset(layers),
+            frozenset(range(self.shape.num_layers - kept)),
             self.timer,
         )

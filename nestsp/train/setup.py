@@ -59,7 +59,7 @@ def build_executor(
             )
         )
     nn.Module.to(model, world.device)
-    install_layer_runner(model, recompute=train.recompute)
+    install_layer_runner(model)
     root = LossRoot(model, train.loss_slice_tokens)
     mesh = init_device_mesh(world.device.type, (world.cluster.num_ranks,))
     reduce_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -78,7 +78,6 @@ def build_executor(
         world.rank,
         world.device,
         choose_kernel(world.device, dtype, prepared.shape.head_dim),
-        train.recompute,
         AttentionTimer(world.device),
     )
 

@@ -56,6 +56,11 @@ from nestsp.units import format_bytes, format_count
 
 __all__ = ["prepare_with_progress", "train"]
 
+_RECOMPUTE: Mapping[bool | str, str] = {
+    "auto": "as few layers as memory allows are recomputed",
+    True: "all layers are recomputed",
+    False: "no layer is recomputed",
+}
 _METRICS = "metrics.jsonl"
 _PLANS = "plans.jsonl"
 
@@ -399,7 +404,7 @@ def _banner(
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
-                f"FSDP2 over all ranks; layers are {'recomputed' if executor.recompute else 'kept'} in backward",
+                f"FSDP2 over all ranks; {_RECOMPUTE[config.train.recompute]} in backward",
             ],
         ),
         ("tree", draw_tree(prepared.tree)),

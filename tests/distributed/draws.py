@@ -41,7 +41,8 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
             tuple(
                 Placement(g, tuple(s), random.choice(ring_degrees(g)), random.choice(keeps))
                 for g, s in sorted(groups_of.items())
-            )
+            ),
+            random.choice((0, 0, 1)),
         )
         for groups_of in placed
     )
