@@ -22,6 +22,7 @@ from benchmarks.common import interleave, make_executor, quickstart, ratio, wher
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.execute.executor import Executor
+from nestsp.execute.local import weighted_sum
 from nestsp.model.adapter import build_model, model_config
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
@@ -76,8 +77,7 @@ def main() -> None:
 
     def rival() -> float:
         start = time.perf_counter()
-        loss = rival_root(local.tokens, None)
-        loss.backward()
+        weighted_sum(local.tokens, rival_root(local.tokens, None)).backward()
         update(rival_root, rival_optimizer, total_weight=num_targets, max_grad_norm=1.0, lr=1e-3)
         return time.perf_counter() - start
 

@@ -140,8 +140,8 @@ class ModelShape:
         num_experts: Experts of such a layer.
         experts_per_token: Experts that one token is sent to.
         expert_intermediate_size: Width of one expert.
-        window: Keys that a query sees in layers with a sliding window; 0 if there is no such layer. Costs are those of
-            full attention.
+        window: Keys that a query sees in layers with a sliding window; 0 if there is no such layer.
+        num_window_layers: Layers with a sliding window.
     """
 
     family: str
@@ -165,6 +165,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     window: int = 0
+    num_window_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
@@ -246,6 +247,7 @@ class ModelShape:
             experts_per_token=_size(keys, "num_experts_per_tok") if moe_layers else 0,
             expert_intermediate_size=_size(keys, _EXPERT_SIZE_KEY[family]) if moe_layers else 0,
             window=_window(keys, family),
+            num_window_layers=_num_window_layers(keys, family),
         )
 
     @property
@@ -312,8 +314,11 @@ class ModelShape:
         return 2 * self.num_active_parameters
 
     def attention_flops(self, length: int) -> int:
-        """Forward FLOPs of causal attention over one sequence, all layers: two products over length²/2 pairs."""
-        return 2 * self.num_layers * self.query_width * length * (length + 1)
+        """Forward FLOPs of causal attention over one sequence, all layers: two products over each pair that is seen."""
+        seen = min(length, self.window)
+        doubled_pairs = (self.num_layers - self.num_window_layers) * length * (length + 1)
+        doubled_pairs += self.num_window_layers * seen * (2 * length - seen + 1)
+        return 2 * self.query_width * doubled_pairs
 
 
 def _gpt2_shape(keys: Mapping[str, Any]) -> ModelShape:
@@ -350,6 +355,19 @@ def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"the model's {name} is {value!r}, but it must be a whole number of at least {least}")
     return value
+
+
+def _num_window_layers(keys: Mapping[str, Any], family: str) -> int:
+    """How many layers have the window; where the config does not list them, Qwen's dense models have it last."""
+    if not _window(keys, family):
+        return 0
+    kinds, num_layers = keys.get("layer_types"), _size(keys, "num_hidden_layers")
+    if kinds is not None:
+        return sum(kind == "sliding_attention" for kind in kinds)
+    if family in ("qwen2", "qwen3"):
+        first = 28 if keys.get("max_window_layers") is None else _size(keys, "max_window_layers", 0)
+        return max(0, num_layers - first)
+    return num_layers
 
 
 def _flag(keys: Mapping[str, Any], name: str) -> bool:

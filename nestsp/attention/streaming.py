@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
+from nestsp.attention.merge import wide
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
 from nestsp.comm.exchange import Exchange
 from nestsp.schedule import Pass, Turn
@@ -89,7 +90,16 @@ class AttentionContext:
 
 
 def attend_groups(
-    context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
+    context: AttentionContext,
+    layer: int,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of all sequences of which this rank holds tokens or heads.
 
@@ -101,39 +111,51 @@ def attend_groups(
         k: [T, K, H].
         v: [T, K, H].
         window: How many keys of its sequence a query sees, itself and those before it; None for all.
+        softcap: Scores s become ``softcap · tanh(s / softcap)``; None leaves them.
+        sinks: [N], a score for each head that takes part in its softmax's sum.
 
     Returns:
         [T, N, H]; zeros for a filler token.
     """
-    driver = _Driver(context, layer, scale, q, k, v, window)
-    token = _Start.apply(q, k, v, driver)  # type: ignore[no-untyped-call]
+    kernel = context.kernel if window is None and softcap is None else context.kernel.adapted(window, softcap)
+    driver = _Driver(context, layer, scale, kernel, q, k, v, sinks)
+    token = _Start.apply(q, k, v, sinks, driver)  # type: ignore[no-untyped-call]
     out: Tensor = _Finish.apply(token, driver)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Driver:
-    """Moves the groups of one layer call along their turns. Holds no tensor once a pass is over."""
+    """Moves the groups of one layer call along their turns. Holds no tensor but the sinks once a pass is over."""
 
     def __init__(
-        self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, window: int | None
+        self,
+        context: AttentionContext,
+        layer: int,
+        scale: float,
+        kernel: Kernel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         num_rows = sum(work.num_rows for work in context.groups.values())
         assert len(q) == max(num_rows, 1), f"attention got {len(q)} tokens, but its groups have {num_rows} here"
-        self.context, self.layer, self.scale = context, layer, scale
-        self.kernel = context.kernel if window is None else context.kernel.windowed(window)
+        self.context, self.layer, self.scale, self.kernel = context, layer, scale, kernel
         self.shapes = (q.shape, k.shape, v.shape)
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = (q.detach(), k.detach(), v.detach())
+        # A copy: FSDP frees a gathered parameter's storage, and gathers it into another one.
+        self.sinks = None if sinks is None else sinks.detach().clone()
         kept = context.stash.pop(layer, None)
         self.which = Pass.FORWARD if kept is None else Pass.RECOMPUTE
         self.kept: Mapping[int, Kept] = kept or {}
         # Where nothing needs a gradient (frozen first layers), no recompute may come that would take it.
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         recomputed = layer in context.recomputed_layers
         self.puts = needs_grad and recomputed and kept is None
         # A recompute's tensors live until the layer's own backward, others until the whole model's.
         self.saves_long = needs_grad and not recomputed
         self.forward: _Run[Attended] | None = None
-        self.backward: _Run[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.backward: _Run[tuple[Tensor, Tensor, Tensor, Tensor | None]] | None = None
 
     def start_forward(self) -> None:
         assert self.inputs is not None
@@ -151,6 +173,7 @@ class _Driver:
                 k[work[level].rows],
                 v[work[level].rows],
                 self.kept.get(level),
+                self.sinks,
             ),
         )
         self.forward.open()
@@ -183,20 +206,30 @@ class _Driver:
             self.layer,
             Pass.BACKWARD,
             lambda level: backward_phases(
-                work[level], self.kernel, self.scale, num_kv_heads, by_level.pop(level), dout[work[level].rows]
+                work[level],
+                self.kernel,
+                self.scale,
+                num_kv_heads,
+                by_level.pop(level),
+                dout[work[level].rows],
+                self.sinks,
             ),
         )
         self.backward.open()
 
-    def finish_backward(self, like: Tensor) -> list[Tensor]:
+    def finish_backward(self, like: Tensor) -> list[Tensor | None]:
+        """Gradients of q, k, v and the sinks."""
         assert self.backward is not None
         done = self.backward.close()
         grads = [like.new_zeros(shape) for shape in self.shapes]
-        for level, parts in done.items():
+        dsinks = None if self.sinks is None else wide(torch.zeros_like(self.sinks))
+        for level, (*parts, of_sinks) in done.items():
             for grad, part in zip(grads, parts, strict=True):
                 grad[self.context.groups[level].rows] = part
+            if dsinks is not None:
+                dsinks += of_sinks
         self.backward = None
-        return grads
+        return [*grads, None if dsinks is None else dsinks.to(like.dtype)]
 
 
 class _Run(Generic[Result]):
@@ -253,7 +286,7 @@ class _Start(torch.autograd.Function):
     """Forward: the first exchanges leave. Backward: the last ones arrive."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, driver: _Driver) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, driver: _Driver) -> Tensor:
         ctx.driver = driver
         driver.start_forward()
         return q.new_empty(0)  # a token: it orders the two nodes and carries no data

@@ -21,7 +21,7 @@ from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
 from nestsp.execute.capability import executor_capabilities
-from nestsp.execute.local import LocalTokens, ReadTokens, load_local
+from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
@@ -106,10 +106,14 @@ class Executor:
             local.append(LocalMicrobatch(tokens, self._context(schedule, number, groups)))
         return LocalBatch(tuple(local))
 
-    def run(self, batch: LocalBatch) -> Tensor:
+    def run(self, batch: LocalBatch, token_loss: TokenLoss = weighted_sum) -> Tensor:
         """Run all microbatches; every rank must call it with the same plan's.
 
         Gradients are added to those there are. After an exception they are of no use, but the next run is right.
+
+        Args:
+            batch: The microbatches.
+            token_loss: Called once for each microbatch on every rank, also on those without a token of their own.
 
         Returns:
             This rank's loss sum, a float scalar without gradient.
@@ -119,7 +123,8 @@ class Executor:
         for microbatch in batch.microbatches:
             microbatch.attention.stash.clear()  # what a run that failed may have left
             try:
-                loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                loss = token_loss(microbatch.tokens, nll)
                 loss.backward()
             except Exception:
                 self._forget()
@@ -128,6 +133,25 @@ class Executor:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a plan has at least one microbatch"
         return total
+
+    @torch.no_grad()
+    def measure(self, batch: LocalBatch) -> list[Tensor]:
+        """Run all microbatches forward only; every rank must call it with the same plan's.
+
+        Returns:
+            The negative log-likelihoods [T] of each microbatch's targets on this rank.
+        """
+        found = []
+        for microbatch in batch.microbatches:
+            microbatch.attention.stash.clear()
+            try:
+                found.append(self.root(microbatch.tokens, microbatch.attention))
+            except Exception:
+                self._forget()
+                raise
+        if isinstance(self.root, FSDPModule):
+            self.root.reshard()  # after a forward pass the root's unit stays gathered, and would miss an update
+        return found
 
     def _forget(self) -> None:
         """After an exception: make FSDP ready for another run, in case somebody catches it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -114,6 +115,8 @@ def nestsp_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     nestsp: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -123,16 +126,18 @@ def nestsp_attention(
         module: The attention module; its ``layer_idx`` names the layer.
         query: [1, N, T, H], rotary positions applied.
         key: [1, K, T, H].
-        value: [1, K, T, H].
+        value: [1, K, T, V]; where V is not H, the narrower ones are filled up with zeros, which changes no result.
         attention_mask: None; sequences are known from the plan.
         scaling: Factor of the scores.
         dropout: 0.
         sliding_window: How many keys a query sees, itself and those before it; None for all.
+        softcap: Scores s become ``softcap · tanh(s / softcap)``; None leaves them.
+        s_aux: [N], attention sinks: a score for each head that takes part in its softmax's sum.
         nestsp: The microbatch.
         **kwargs: What else the layer passes on; refused if it would change the result.
 
     Returns:
-        [1, T, N, H], and None for the attention weights.
+        [1, T, N, V], and None for the attention weights.
 
     Raises:
         ModelError: An argument asks for something that is not done here.
@@ -146,8 +151,17 @@ def nestsp_attention(
         raise ModelError("attention got a mask, but sequences are told apart by the plan; pass no attention_mask")
     if dropout:
         raise ModelError(f"attention dropout is {dropout}, but nestsp runs none; set attention_dropout = 0")
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(
+            f"{type(module).__name__} is not causal, but nestsp runs causal attention; take a causal language model"
+        )
+    if s_aux is not None and s_aux.shape != (query.shape[1],):
+        raise ModelError(
+            f"attention got s_aux = a tensor {list(s_aux.shape)}, but nestsp knows one sink for each of "
+            f"{query.shape[1]} query heads; use a model without it"
+        )
     for name, argument in kwargs.items():
-        if argument is not None and name not in _IGNORED:
+        if argument is not None and name not in _IGNORED and (name, argument) != ("is_causal", True):
             shown = f"a tensor {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)
             raise ModelError(f"attention got {name} = {shown}, but nestsp does not know it; use a model without it")
     if len(query) != 1:
@@ -157,9 +171,14 @@ def nestsp_attention(
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window)
-    return out[None], None
+    size = max(query.shape[-1], value.shape[-1])
+    q, k, v = (_widened(x[0].transpose(0, 1), size) for x in (query, key, value))
+    out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:

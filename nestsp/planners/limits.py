@@ -184,7 +184,7 @@ def _keep_outputs(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     for index, placement in enumerate(microbatch.placements):
         lengths = np.array([plan.batch.lengths[s] for s in placement.sequences], float)
         total, degree = float(lengths.sum()), placement.group.degree
-        kernel = cost.compute.best_attention_s("forward", 1.0, total, float((lengths**2).sum()))
+        kernel = cost.compute.best_attention_s("forward", 1.0, total, float(cost.compute.squares(lengths).sum()))
         links = cost.comm.forward(placement.group.level, placement.ring_degree)
         seconds = float(kernel) * cost.shape.num_heads / degree + sum(link.seconds(total) for link in links)
         saved.append((-seconds * degree / total, index))

@@ -172,8 +172,8 @@ class CountingKernel:
         self.calls: Counter[str] = Counter()
         self.inner = inner or CpuFlash()
 
-    def windowed(self, window: int) -> CountingKernel:
-        kernel = CountingKernel(self.inner.windowed(window))
+    def adapted(self, window: int | None, softcap: float | None) -> CountingKernel:
+        kernel = CountingKernel(self.inner.adapted(window, softcap))
         kernel.calls = self.calls
         return kernel
 

@@ -74,6 +74,32 @@ def test_a_saved_config_gives_the_same_shape_as_the_keys_it_was_made_of(family: 
     assert ModelShape.from_hf_config(read_config_json(tmp_path)) == ModelShape.from_hf_config(keys)
 
 
+WINDOWED: list[tuple[dict[str, Any], int]] = [
+    ({"model_type": "mistral", "sliding_window": 8}, 3),
+    ({"model_type": "mistral", "sliding_window": None}, 0),
+    ({"model_type": "mixtral", "sliding_window": 8}, 3),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 2),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, 0),
+    ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, 0),
+    ({**MOE, "use_sliding_window": True, "sliding_window": 8}, 3),
+]
+
+
+@pytest.mark.parametrize(("keys", "layers"), WINDOWED, ids=str)
+def test_layers_with_a_window_are_counted_before_and_after_transformers_filled_the_config_in(
+    keys: dict[str, Any], layers: int
+) -> None:
+    full = AutoConfig.for_model(**{**SMALL, **keys}).to_dict()
+    assert ModelShape.from_hf_config({**SMALL, **keys}).num_window_layers == layers
+    assert ModelShape.from_hf_config(full).num_window_layers == layers
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_inside_it() -> None:
+    shape = ModelShape.from_hf_config({**SMALL, **WINDOWED[3][0]})
+    pairs = 1 * 20 * 21 // 2 + 2 * sum(min(query, 8) for query in range(1, 21))
+    assert shape.attention_flops(20) == 2 * 2 * shape.query_width * pairs
+
+
 def test_active_parameters_are_those_that_multiply_one_token() -> None:
     dense = ModelShape.from_hf_config({**SMALL, "model_type": "llama"})
     tied = ModelShape.from_hf_config({**SMALL, "model_type": "llama", "tie_word_embeddings": True})

@@ -77,6 +77,40 @@ def test_groups_attend_apart_and_gradients_are_right(recomputed: bool, keep: Kee
     assert not context.stash
 
 
+@pytest.mark.parametrize("keep", ["none", "output"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_E6_sinks_have_gradients_from_all_groups(recomputed: bool, keep: Keep) -> None:
+    inputs = draw(12)
+    sinks = torch.randn(HEADS, dtype=torch.float64).requires_grad_()
+    context = make_context([(5, 1), (4, 2)], recomputed, keep)
+    if recomputed:
+        out = checkpoint(attend_groups, context, 0, 0.3, *inputs, sinks=sinks, use_reentrant=False)
+    else:
+        out = attend_groups(context, 0, 0.3, *inputs, sinks=sinks)
+    wanted = []
+    for rows in (slice(0, 5), slice(5, 6), slice(6, 10), slice(10, 12)):
+        q, k, v = (x[rows].transpose(0, 1) for x in inputs)
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * 0.3
+        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        wanted.append((scores.softmax(-1)[..., :-1] @ v).transpose(0, 1))
+    right = torch.cat(wanted)
+    assert torch.allclose(out, right, rtol=0, atol=1e-14)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, [*inputs, sinks], dout)
+    for grad, of_right in zip(found, torch.autograd.grad(right, [*inputs, sinks], dout), strict=True):
+        assert torch.allclose(grad, of_right, rtol=0, atol=1e-13)
+    assert not context.stash
+
+
+def test_a_filler_token_gives_sinks_a_gradient_of_zeros() -> None:
+    inputs, sinks = draw(1), torch.randn(HEADS, dtype=torch.float64).requires_grad_()
+    out = attend_groups(make_context([]), 0, 0.3, *inputs, sinks=sinks)
+    (grad,) = torch.autograd.grad(out.sum(), sinks)
+    assert torch.equal(grad, torch.zeros(HEADS, dtype=torch.float64))
+
+
 def test_what_is_kept_for_backward_is_no_view_of_something_larger() -> None:
     """Two groups' rows lie in one tensor; each group must not hold the other's."""
     held: list[Tensor] = []
