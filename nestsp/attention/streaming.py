@@ -226,7 +226,7 @@ class _Driver:
         for level, (*parts, of_sinks) in done.items():
             for grad, part in zip(grads, parts, strict=True):
                 grad[self.context.groups[level].rows] = part
-            if dsinks is not None:
+            if dsinks is not None and of_sinks is not None:
                 dsinks += of_sinks
         self.backward = None
         return [*grads, None if dsinks is None else dsinks.to(like.dtype)]

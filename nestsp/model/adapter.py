@@ -35,6 +35,20 @@ _PUBLISHED_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "max_w
 # Kinds of rotary positions whose angles follow from a token's own position alone.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# Shares of activations that a model would set to zero at random: another result for each plan and each recompute.
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "dropout",
+    "hidden_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "activation_dropout",
+    "ffn_dropout",
+)
+
 # Arguments that decoder layers pass on to attention and that decide nothing there: positions are applied before, and
 # nothing is cached in training.
 _IGNORED = frozenset({"position_ids", "use_cache"})
@@ -192,11 +206,9 @@ def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], fam
 
 def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     keys = config.to_dict()
-    if keys.get("attention_dropout"):
-        raise ModelError(
-            f"attention_dropout is {keys['attention_dropout']}, but nestsp runs none; set "
-            "model.config.attention_dropout: 0"
-        )
+    for key in _DROPOUTS:
+        if keys.get(key):
+            raise ModelError(f"{key} is {keys[key]}, but nestsp runs none; set model.config.{key}: 0")
     if keys.get("router_jitter_noise"):
         raise ModelError(
             f"router_jitter_noise is {keys['router_jitter_noise']}, but results must not depend on the plan; set it "
@@ -215,8 +227,22 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
         )
     if keys.get("is_causal") is False:
         raise ModelError("is_causal is false, but nestsp runs causal attention; leave model.config.is_causal out")
+    if keys.get("use_bidirectional_attention"):
+        raise ModelError(
+            "use_bidirectional_attention is true, but nestsp runs causal attention; leave "
+            "model.config.use_bidirectional_attention out"
+        )
     rope = keys.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
+    for parameters in [part for part in rope.values() if isinstance(part, dict)] or [rope]:  # by kind of layer, or one
+        _refuse_rope(parameters.get("rope_type", "default"))
+    for key in ("hidden_act", "hidden_activation"):
+        if key in keys and keys[key] not in ACT2FN:
+            raise ModelError(
+                f"{key} is {keys[key]!r}, but Transformers has no such function{did_you_mean(str(keys[key]), ACT2FN)}"
+            )
+
+
+def _refuse_rope(kind: object) -> None:
     if kind in ("dynamic", "longrope"):
         raise ModelError(
             f"rope_type is '{kind}', but it looks at the longest position that a rank holds, so results would depend "
@@ -225,9 +251,4 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     if kind not in _ROPE_TYPES:
         raise ModelError(
             f"rope_type is {kind!r}, but nestsp runs {', '.join(_ROPE_TYPES)}{did_you_mean(str(kind), _ROPE_TYPES)}"
-        )
-    if keys["hidden_act"] not in ACT2FN:
-        raise ModelError(
-            f"hidden_act is {keys['hidden_act']!r}, but Transformers has no such function"
-            f"{did_you_mean(str(keys['hidden_act']), ACT2FN)}"
         )

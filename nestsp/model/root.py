@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nestsp.model.logits import logit_function
 from nestsp.model.loss import sliced_nll
 
 __all__ = ["LossRoot"]
@@ -44,5 +45,4 @@ class LossRoot(nn.Module):
             return_dict=True,
             nestsp=attention,
         )
-        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return sliced_nll(head, output.last_hidden_state[0], tokens.targets, self.slice_tokens)
+        return sliced_nll(logit_function(self.model), output.last_hidden_state[0], tokens.targets, self.slice_tokens)
