@@ -23,7 +23,6 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.execute.executor import Executor
 from nestsp.execute.local import weighted_sum
-from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model, model_config
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
@@ -72,7 +71,7 @@ def main() -> None:
     rival_root = LossRoot(
         build_model(model_config(config.model.config), seed=0, attention="packed_sdpa"), config.train.loss_slice_tokens
     )
-    install_layer_runner(rival_root.model, recompute=config.train.recompute)
+    rival_root.model.gradient_checkpointing_enable({"use_reentrant": False})  # ours recomputes every layer too
     rival_optimizer = make_optimizer(rival_root, config.train, fused=False)
     local = executor.load(plan, lambda i, a, b: tokens[i, a:b]).microbatches[0]
 

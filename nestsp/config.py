@@ -247,6 +247,11 @@ class PlannerConfig(_Section):
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
+    streaming: bool = Field(
+        True,
+        description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
+        "one after the other, for comparison. Results are the same",
+    )
 
 
 class TrainConfig(_Section):
@@ -281,7 +286,11 @@ class TrainConfig(_Section):
     shard_size: PositiveInt | None = Field(
         None, description="for hsdp only: neighbouring ranks that share one copy; null for the ranks of a host"
     )
-    recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="which layers are recomputed in the backward pass instead of kept: auto (as few as memory allows; "
+        "the planner decides for each microbatch), true (all) or false (none)",
+    )
     router_loss: Literal["off", "counting_pass", "previous_step"] = Field(
         "off",
         description="the auxiliary loss that balances a mixture of experts: counting_pass takes it over the whole "
@@ -295,6 +304,11 @@ class TrainConfig(_Section):
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
     seed: NonNegativeInt = Field(0, description="of the initial weights and of all random numbers in training")
+    trace_steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
+        "`nestsp trace` merges them with the estimate. null for none",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
@@ -302,6 +316,15 @@ class TrainConfig(_Section):
         None, description="steps between evaluations on data.eval; null for one at the end only"
     )
     export: bool = Field(True, description="write the final weights in Hugging Face format")
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> TrainConfig:
+        if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
+            raise ValueError(
+                f"train.trace_steps is {list(self.trace_steps)}, but the first step must not come after the last; "
+                "swap them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_duration(self) -> TrainConfig:
@@ -556,7 +579,7 @@ def _place(loc: Iterable[int | str]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return isinstance(part, str) and (part in ("int", "float", "str") or "[" in part)
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
 
 
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.cost.work import Rates, Work, sequence_work
 from nestsp.plan import Keep, Placement, Plan
-from nestsp.schedule import Pass, Schedule, num_exchanges
+from nestsp.schedule import Pass, Schedule, num_exchanges, turn_name
 from nestsp.shape import ModelShape
 
 __all__ = [
@@ -496,7 +496,7 @@ class _Turns:
                 before = before + self._copy_s(tokens, self.payloads[1], at_heads=False)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
-            name=f"degree {self.degree}, {self.which.value} {number}",
+            name=turn_name(self.degree, self.which, number),
             level=level,
             ranks=groups[:, None] * self.degree + np.arange(self.degree),
             chain=chain,

@@ -6,7 +6,7 @@ skipped one would hang the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +57,8 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        recompute: Whether layers are recomputed in backward; as installed in the model.
-        timer: Measures attention.
+        timer: Times the turns of attention in the last run.
+        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
     """
 
     root: nn.Module
@@ -67,8 +67,8 @@ class Executor:
     rank: int
     device: torch.device
     kernel: Kernel
-    recompute: bool
     timer: AttentionTimer
+    streaming: bool = True
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -88,11 +88,17 @@ class Executor:
                     f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
                     "degree 1"
                 )
-        executor_capabilities(self.shape, recompute=self.recompute).check(plan)
+        for number, microbatch in enumerate(plan.microbatches):
+            if microbatch.num_kept_layers > self.shape.num_layers:
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"{self.shape.num_layers}; plan for this model"
+                )
+        executor_capabilities(self.shape).check(plan)
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
-        schedule = make_schedule(plan)
+        schedule = make_schedule(plan, streaming=self.streaming)
         local = []
         for number, spans in enumerate(rank_spans(plan, self.rank)):
             tokens = load_local(spans, plan.batch, read, self.device)
@@ -112,6 +118,7 @@ class Executor:
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
+        self.timer.clear()
         total: Tensor | None = None
         for number, microbatch in enumerate(batch.microbatches, start=1):
             microbatch.attention.stash.clear()  # what a run that failed may have left
@@ -177,11 +184,11 @@ class Executor:
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
-        layers: Sequence[int] = range(self.shape.num_layers) if self.recompute else ()
+        kept = schedule.plan.microbatches[microbatch].num_kept_layers  # the last ones, whose backward comes first
         return AttentionContext(
             groups,
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
-            frozenset(layers),
-            self.timer,
+            frozenset(range(self.shape.num_layers - kept)),
+            self.timer.of(microbatch),
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nestsp.model.logits import logit_function
 from nestsp.model.loss import sliced_nll
 from nestsp.model.router_loss import RouterLoss
 
@@ -66,5 +67,4 @@ class LossRoot(nn.Module):
                 return_dict=True,
                 nestsp=attention,
             )
-        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return sliced_nll(head, output.last_hidden_state[0], tokens.targets, self.slice_tokens)
+        return sliced_nll(logit_function(self.model), output.last_hidden_state[0], tokens.targets, self.slice_tokens)

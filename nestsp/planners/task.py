@@ -80,6 +80,7 @@ class PlanningTask:
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation.
         memory: What else decides a rank's bytes.
+        streaming: Whether groups take turns.
     """
 
     planner: str
@@ -94,6 +95,7 @@ class PlanningTask:
     loss_slice_tokens: int = 2048
     element_bytes: int = 2
     memory: MemoryOptions = PLAIN_MEMORY
+    streaming: bool = True
 
     def cost(self) -> CostModel:
         """What everything costs.
@@ -119,7 +121,7 @@ class PlanningTask:
             InfeasibleError: The model itself does not fit.
             ConfigError: The profile is not there, or damaged.
         """
-        return run_ground(self.cost(), self.can, self.max_tokens_per_rank)
+        return run_ground(self.cost(), self.can, self.max_tokens_per_rank, streaming=self.streaming)
 
     def with_degree(self, batches: Sequence[SequenceBatch], longest: SequenceBatch) -> PlanningTask:
         """The same task; a static planner without a degree gets the one that is estimated fastest over some batches.
@@ -162,7 +164,8 @@ class PlanningTask:
     def solver(self) -> Callable[[SequenceBatch], Planned]:
         """A function that plans batches; made once, since prices and planner are."""
         cost = self.cost()
-        planner = make_planner(self.planner, run_ground(cost, self.can, self.max_tokens_per_rank), self.degree)
+        ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming)
+        planner = make_planner(self.planner, ground, self.degree)
         return functools.partial(_plan, planner, self.planner, cost)
 
     def check(self, plan: Plan, cost: CostModel) -> None:

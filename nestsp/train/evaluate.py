@@ -134,7 +134,7 @@ class Evaluator:
         sums = torch.zeros(3, dtype=torch.float64, device=self._executor.device)
         for plan in self._plans:
             sums += measure_loss(self._executor, self._executor.load(plan, self._prepared.samples.read))
-        self._executor.timer.take_s()  # not the next step's attention
+        self._executor.timer.clear()  # it times steps
         dist.all_reduce(sums)
         loss, weight, targets = sums.tolist()
         return EvalMetrics(

@@ -40,6 +40,7 @@ class StepMetrics:
         gap_to_bound: How far that is above the least makespan of any plan of this batch, as a fraction of it.
         planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
+        exposed: Measured, mean over ranks: part of the step that attention waited for exchanges, late peers included.
         wait_s: Seconds that this rank waited for its plan.
         imbalance: Slowest rank over mean, minus 1, by the plan's FLOPs.
         num_microbatches: Of the plan.
@@ -61,6 +62,7 @@ class StepMetrics:
     gap_to_bound: float
     planning_s: float
     attention_s: float
+    exposed: float
     wait_s: float
     imbalance: float
     num_microbatches: int
@@ -80,7 +82,7 @@ class StepMetrics:
         return (
             f"step {self.step:>{width}}/{num_steps}  {learnt}  {self.tokens_per_s:,.0f} tokens/s  "
             f"{format_seconds(self.step_s)}{estimated}  imbalance {self.imbalance:.1%}  "
-            f"microbatches {self.num_microbatches}  sequences by degree {degrees}"
+            f"exposed {self.exposed:.1%}  microbatches {self.num_microbatches}  sequences by degree {degrees}"
         )
 
 

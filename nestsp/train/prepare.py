@@ -159,6 +159,7 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
         memory=MemoryOptions(num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host)),
+        streaming=planner.streaming,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:

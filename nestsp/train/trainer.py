@@ -33,6 +33,7 @@ from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
+from nestsp.report.measured import attention_s, waited_s
 from nestsp.simulate import imbalance, plan_work
 from nestsp.train.checkpoint import (
     CHECKPOINTS,
@@ -54,12 +55,18 @@ from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
 from nestsp.train.run_folder import latest_run_folder, new_run_folder
 from nestsp.train.setup import build_executor, compute_dtype
+from nestsp.train.trace import TraceFiles
 from nestsp.train.update import learning_rate, make_optimizer, update
 from nestsp.train.world import World, everywhere, join_world
 from nestsp.units import format_bytes, format_count
 
 __all__ = ["prepare_with_progress", "train"]
 
+_RECOMPUTE: Mapping[bool | str, str] = {
+    "auto": "as few layers as memory allows are recomputed",
+    True: "all layers are recomputed",
+    False: "no layer is recomputed",
+}
 _METRICS = "metrics.jsonl"
 _PLANS = "plans.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
@@ -105,7 +112,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     settings = {**_lasting(config), **limits.to_settings()}
     evaluated = world.together(lambda: _prepare_evaluation(prepared, screen))
     forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
-    executor = build_executor(prepared, world, dtype=dtype)
+    executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
     if checkpoint is not None:
@@ -122,7 +129,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     evaluator = None
     if evaluated is not None and forward is not None:
         evaluator = Evaluator(evaluated, forward, world, executor)
-    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen, evaluator)
+    trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
+    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen, trace, evaluator)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
         loop.run(start, bar)
     loop.finish()
@@ -150,6 +158,7 @@ class _Loop:
     identity: RunIdentity
     folder: Path
     screen: Screen
+    trace: TraceFiles
     evaluator: Evaluator | None = None
     checkpoint: Path | None = None
 
@@ -239,12 +248,14 @@ class _Loop:
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
+        self.executor.timer.begin()
         targets = num_targets(plan.batch)
         loss_sum, router_loss = self._run(plan, targets)
-        sums = torch.stack([loss_sum, loss_sum.new_tensor(self.executor.timer.take_s())])
+        turns = self.executor.timer.take()
+        sums = torch.stack([loss_sum, *loss_sum.new_tensor([attention_s(turns), waited_s(turns)])])
         dist.all_reduce(sums)
-        total_loss, attention_s = sums.tolist()
-        attention_s /= self.world.cluster.num_ranks
+        total_loss, in_attention_s, waiting_s = sums.tolist()
+        num_ranks = self.world.cluster.num_ranks
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if targets:
@@ -256,6 +267,7 @@ class _Loop:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
+        self.trace.write(step, turns)
         estimated_s = speed.estimate_s(planned.makespan_s)
         speed.add(planned.makespan_s, step_s)
         record = StepMetrics(
@@ -274,7 +286,8 @@ class _Loop:
             makespan_s=planned.makespan_s,
             gap_to_bound=planned.gap,
             planning_s=planned.planning_s,
-            attention_s=attention_s,
+            attention_s=in_attention_s / num_ranks,
+            exposed=waiting_s / num_ranks / step_s,
             wait_s=start - before_plan,
             imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
@@ -439,11 +452,11 @@ def _banner(
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
-                f"FSDP2 over all ranks; layers are {'recomputed' if executor.recompute else 'kept'} in backward",
+                f"FSDP2 over all ranks; {_RECOMPUTE[config.train.recompute]} in backward",
             ],
         ),
         ("tree", draw_tree(prepared.tree)),
-        ("planner", [f"{task.planner}{degree}"]),
+        ("planner", [f"{task.planner}{degree}" + ("" if task.streaming else "; groups one after the other")]),
         ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
         (
             "memory",

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from nestsp.cluster import GroupTree
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.execute.verify import reference_gradients
-from nestsp.plan import Plan
 from nestsp.train.evaluate import measure_loss
 from nestsp.train.generate import generating
 from nestsp.train.update import update
@@ -71,7 +70,7 @@ def test_F4_G19_evaluation_is_exact_and_training_goes_on_as_if_there_were_none(p
 
 def evaluated(rank: int, num_ranks: int, case: Case) -> list[float]:
     """Sums over the targets of all ranks."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     sums = measure_loss(executor, load(executor, plan, make_tokens(plan), weighted=True))
     dist.all_reduce(sums)
@@ -92,7 +91,7 @@ def test_C5_every_target_counts_once_with_its_weight(pool: RankPool) -> None:
 
 def train_with_pauses(rank: int, num_ranks: int, case: Case, pause: bool) -> tuple[list[float], list[list[int]]]:
     """Losses of three steps, and what is generated before, between and after them."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     optimizer = torch.optim.SGD(executor.root.parameters(), lr=0.0)
@@ -126,6 +125,6 @@ def test_generate_works_between_steps_and_changes_nothing(pool: RankPool, keys: 
     assert [found for found, _ in paused] == [found for found, _ in plain]
     texts = paused[0][1]
     assert all(mine == texts for _, mine in paused)
-    assert texts[0] == generated(make_model(keys, "sdpa").eval(), make_tokens(Plan.from_json(case.plan))[0])
+    assert texts[0] == generated(make_model(keys, "sdpa").eval(), make_tokens(case.made)[0])
     assert len(texts) == 4
     assert texts[0] != texts[-1]

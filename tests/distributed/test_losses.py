@@ -59,7 +59,7 @@ def run_losses(rank: int, num_ranks: int, cases: Sequence[Case]) -> list[Any]:
     """For each case: loss, comparison with one process, and calls of the kernel in forward."""
     outcomes = []
     for case in cases:
-        plan = Plan.from_json(case.plan)
+        plan = case.made
         tokens = make_tokens(plan)
         executor = make_executor(case, rank, links=make_tree_links(plan, rank))
         local = load(executor, plan, tokens, weighted=case.weighted)
@@ -105,7 +105,7 @@ def test_A14_a_loss_of_pairs_in_different_groups_has_the_gradients_of_one_proces
 
 
 def run_token_loss(rank: int, num_ranks: int, case: Case) -> Any:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
 
@@ -134,7 +134,7 @@ def test_a_loss_of_tokens_has_the_gradients_of_one_process(pool: RankPool) -> No
 
 
 def run_bad_loss(rank: int, num_ranks: int, case: Case) -> str:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     local = load(executor, plan, make_tokens(plan))
     try:

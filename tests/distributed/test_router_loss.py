@@ -19,7 +19,6 @@ from nestsp.execute.router_loss import RouterLossKind, run_with_router_loss
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss, router_loss_of
-from nestsp.plan import Plan
 from tests.distributed.equivalence import (
     LLAMA,
     MIXTRAL,
@@ -45,7 +44,7 @@ def run_steps(
     """Two steps of each case at the same weights; of each: the comparison, and both auxiliary losses."""
     outcomes = []
     for case, num_shards in zip(cases, shards, strict=True):
-        plan = Plan.from_json(case.plan)
+        plan = case.made
         tokens = make_tokens(plan)
         num_targets = sum(length - 1 for length in plan.batch.lengths)
         executor = make_executor(case, rank, links=make_tree_links(plan, rank), num_shards=num_shards, router_loss=kind)

@@ -24,7 +24,6 @@ from nestsp.execute.verify import Gradients, compare_gradients, full_gradients, 
 from nestsp.model.adapter import build_model, model_config
 from nestsp.model.load import empty_model, fill_parameters, find_sources
 from nestsp.model.root import LossRoot
-from nestsp.plan import Plan
 from nestsp.train.parallelize import make_mesh, shard_root
 from nestsp.train.update import update
 from tests.distributed.equivalence import (
@@ -51,7 +50,7 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 
 def compare_shardings(rank: int, num_ranks: int, cases: Sequence[Case], shards: Sequence[int]) -> list[Any]:
     """For each case and number of shards: the comparison with one process, and the norm that the update returns."""
-    plan = Plan.from_json(cases[0].plan)
+    plan = cases[0].made
     links, tokens = make_tree_links(plan, rank), make_tokens(plan)
     outcomes = []
     for case in cases:
@@ -88,7 +87,7 @@ def test_A8_F13_no_sharding_changes_gradients_or_their_norm(pool: RankPool, tree
 
 
 def count_collectives(rank: int, num_ranks: int, case: Case, num_shards: int) -> Counter[str]:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank, num_shards=num_shards)
     counts: Counter[str] = Counter()
 
