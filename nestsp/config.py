@@ -309,6 +309,15 @@ class TrainConfig(_Section):
         description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
         "`nestsp trace` merges them with the estimate. null for none",
     )
+    mlp_slice_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens that go through a feed-forward block at one time, each slice recomputed in the backward "
+        "pass; smaller needs less memory and more time; null for all at once",
+    )
+    offload: bool = Field(
+        False,
+        description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
@@ -332,6 +341,11 @@ class TrainConfig(_Section):
             given = "neither" if self.steps is None else "both"
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
+            )
+        if self.offload and self.recompute is False:
+            raise ValueError(
+                "train.offload is true, but train.recompute is false, so no layer has an input of its own to offload; "
+                "set train.recompute: true or auto"
             )
         if self.shard_size is not None and self.sharding != "hsdp":
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from nestsp.model.adapter import ATTENTION
@@ -28,7 +28,7 @@ def generating(root: LossRoot, attention: str = "sdpa") -> Iterator[PreTrainedMo
     """
     model, training = root.model, root.training
     if isinstance(root, FSDPModule):
-        fully_shard.state(root)._lazy_init()  # else the first layer to run would take itself for the root
+        root._get_fsdp_state()._lazy_init()  # else the first layer to run would take itself for the root
         root.unshard()
     model.set_attn_implementation(attention)
     model.eval()  # type: ignore[no-untyped-call]

@@ -129,7 +129,9 @@ def prepare_data(
     return samples, tree
 
 
-def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
+def planning_task(
+    prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int, device: str = "cpu"
+) -> PlanningTask:
     """What the run asks of its planner, known to be possible for every sequence of the store.
 
     A static planner without a degree gets one here: the one that is estimated fastest over the run's first batches,
@@ -140,6 +142,7 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         profile: Name of a preset, or path of a profile.
         memory_per_rank_bytes: Hard limit of each rank.
         element_bytes: Of one number in computation.
+        device: ``cpu`` or ``cuda``; on a CPU, offloading saves nothing.
 
     Raises:
         InfeasibleError: The model or the longest sequence does not fit.
@@ -158,7 +161,11 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
-        memory=MemoryOptions(num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host)),
+        memory=MemoryOptions(
+            num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
+            mlp_slice_tokens=train.mlp_slice_tokens,
+            offloads_inputs=train.offload and device == "cuda",
+        ),
         streaming=planner.streaming,
     )
     task.check_longest(prepared.longest)

@@ -20,6 +20,7 @@ from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
+from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
 from nestsp.train.parallelize import make_mesh, shard_root
@@ -66,7 +67,9 @@ def build_executor(
     else:
         model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
         sources = world.together(lambda: find_sources(model, Path(path)))
-    install_layer_runner(model)
+    if train.mlp_slice_tokens is not None:
+        install_mlp_slices(model, train.mlp_slice_tokens)
+    install_layer_runner(model, offload=train.offload)
     root = LossRoot(
         model,
         train.loss_slice_tokens,

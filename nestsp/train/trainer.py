@@ -107,6 +107,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             profile=limits.profile,
             memory_per_rank_bytes=limits.memory_per_rank_bytes,
             element_bytes=dtype.itemsize,
+            device=world.device.type,
         )
     )
     settings = {**_lasting(config), **limits.to_settings()}

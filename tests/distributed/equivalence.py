@@ -37,6 +37,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
@@ -90,6 +91,8 @@ class Case:
         trainable: If given, only parameters whose names contain one of these texts are trained.
         weighted: Targets have weights of all signs and sizes, instead of 1.
         streaming: Groups take turns.
+        mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
+        offload: Inputs of recomputed layers go through `save_on_cpu`.
     """
 
     keys: Mapping[str, Any]
@@ -99,6 +102,8 @@ class Case:
     trainable: tuple[str, ...] | None = None
     weighted: bool = False
     streaming: bool = True
+    mlp_slice_tokens: int | None = None
+    offload: bool = False
 
     @property
     def made(self) -> Plan:
@@ -280,7 +285,9 @@ def make_executor(
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
-    install_layer_runner(model)
+    if case.mlp_slice_tokens is not None:
+        install_mlp_slices(model, case.mlp_slice_tokens)
+    install_layer_runner(model, offload=case.offload)
     root = LossRoot(
         model,  # type: ignore[arg-type]
         case.slice_tokens,

@@ -545,7 +545,7 @@ def _serve(conn: "Connection[bytes, bytes]", store: Store) -> None:
         conn.recv_bytes()  # all ranks are done, or one failed and its neighbours must notice
         if dist.is_initialized():
             dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it holds meshes of groups that are no more, and gives them to equal ones
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it holds meshes of groups that are no more, and gives them to equal ones
         gc.collect()  # models and groups die here, not in the middle of the next run
         conn.send_bytes(b"left")
 

@@ -114,7 +114,7 @@ def train_with_pauses(rank: int, num_ranks: int, case: Case, pause: bool) -> tup
 
 def generated(model: torch.nn.Module, prompt: Tensor) -> list[int]:
     result: Sequence[Tensor] = model.generate(prompt[None], max_new_tokens=6, do_sample=False, pad_token_id=0)  # type: ignore[operator]
-    return result[0].tolist()  # type: ignore[no-any-return]
+    return result[0].tolist()
 
 
 @pytest.mark.parametrize("keys", [QWEN3, QWEN3_MOE], ids=["qwen3", "qwen3_moe"])
