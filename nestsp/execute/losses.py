@@ -27,7 +27,7 @@ from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.local import LocalTokens
 from nestsp.model.loss import IGNORED_TARGET
 
-__all__ = ["SequenceLoss", "SequenceSums", "run_sequence_loss"]
+__all__ = ["SequenceLoss", "SequenceSums", "measure_sequences", "run_sequence_loss"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class SequenceSums:
 
     Attributes:
         ids: Of the batch's sequences, in order.
-        nll_S: float64 [S], Σ weight × negative log-likelihood of each sequence's targets; has a gradient.
+        nll_S: float64 [S], Σ weight × negative log-likelihood of each sequence's targets.
         weight_S: float64 [S], Σ weight of the same targets; 0 for a sequence of one token.
     """
 
@@ -70,18 +70,11 @@ def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatc
     Raises:
         NumericsError: The loss, or what a sequence does to it, is not finite; on every rank.
     """
-    num_sequences = batch.num_sequences
-    weight_S = torch.zeros(num_sequences, dtype=torch.float64, device=executor.device)
-    for microbatch in local.microbatches:
-        weight_S += _by_sequence(microbatch.tokens, torch.ones_like(microbatch.tokens.weights), num_sequences)
-    dist.all_reduce(weight_S)
+    weight_S = _weights(executor, local, batch)
     found: list[Tensor] = []
 
     def slopes(likelihoods: Sequence[Tensor]) -> Tensor:
-        nll_S = torch.zeros_like(weight_S)
-        for microbatch, nll in zip(local.microbatches, likelihoods, strict=True):
-            nll_S += _by_sequence(microbatch.tokens, nll.detach(), num_sequences)
-        dist.all_reduce(nll_S)
+        nll_S = _sums(executor, local, batch, likelihoods)
         value, slope_S = _linearise(loss, batch.ids, nll_S, weight_S)
         found.append(value)
         return slope_S
@@ -89,7 +82,7 @@ def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatc
     slope_S = slopes(executor.measure(local)) if len(local.microbatches) > 1 else None
 
     def linear(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
-        slope = slopes([nll_T]) if slope_S is None else slope_S
+        slope = slopes([nll_T.detach()]) if slope_S is None else slope_S
         weights = (slope[tokens.sequences] * tokens.weights).to(nll_T.dtype)
         return (nll_T * weights).sum()
 
@@ -97,11 +90,31 @@ def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatc
     return found[0]
 
 
-def _by_sequence(tokens: LocalTokens, values_T: Tensor, num_sequences: int) -> Tensor:
-    """Σ weight × value of the targets of each sequence on this rank, float64 [S]."""
-    there = tokens.targets != IGNORED_TARGET
-    sums = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)
-    return sums.index_add(0, tokens.sequences[there], (tokens.weights * values_T)[there].double())
+def measure_sequences(executor: Executor, local: LocalBatch, batch: SequenceBatch) -> SequenceSums:
+    """The sums of a batch's sequences under the model as it is, forward only; every rank must call it.
+
+    Args:
+        executor: The model.
+        local: What `Executor.load` made of a plan of the batch.
+        batch: The sequences.
+    """
+    nll_S = _sums(executor, local, batch, executor.measure(local))
+    return SequenceSums(batch.ids, nll_S, _weights(executor, local, batch))
+
+
+def _weights(executor: Executor, local: LocalBatch, batch: SequenceBatch) -> Tensor:
+    return _sums(executor, local, batch, [torch.ones_like(m.tokens.weights) for m in local.microbatches])
+
+
+def _sums(executor: Executor, local: LocalBatch, batch: SequenceBatch, values: Sequence[Tensor]) -> Tensor:
+    """Σ weight × value of the targets of each sequence on all ranks, float64 [S]."""
+    sums = torch.zeros(batch.num_sequences, dtype=torch.float64, device=executor.device)
+    for microbatch, values_T in zip(local.microbatches, values, strict=True):
+        tokens = microbatch.tokens
+        there = tokens.targets != IGNORED_TARGET
+        sums.index_add_(0, tokens.sequences[there], (tokens.weights * values_T)[there].double())
+    dist.all_reduce(sums)
+    return sums
 
 
 def _linearise(loss: SequenceLoss, ids: tuple[int, ...], nll_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:

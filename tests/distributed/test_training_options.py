@@ -36,13 +36,17 @@ def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_from_files_begins_where_they_end(pool: RankPool, plain: Path, tmp_path: Path) -> None:
     """Fine-tuning: the first loss is that of the given weights, and what is exported can be given again."""
     given = plain / "hf"
-    run = train(pool, tmp_path, "model.config=null", f"model.path={given}", "train.steps=2", "train.checkpoint_every=null")
+    run = train(
+        pool, tmp_path, "model.config=null", f"model.path={given}", "train.steps=2", "train.checkpoint_every=null"
+    )
     model = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
     with working_in(tmp_path):
         samples = open_samples(tiny().data)
     assert losses(run)[0] == pytest.approx(mean_loss(model, samples, read_plans(run)[0]), abs=2e-6)
     assert losses(run)[0] < losses(plain)[0]
-    again = train(pool, tmp_path, "model.config=null", f"model.path={run / 'hf'}", "train.steps=1", "train.checkpoint_every=null")
+    again = train(
+        pool, tmp_path, "model.config=null", f"model.path={run / 'hf'}", "train.steps=1", "train.checkpoint_every=null"
+    )
     trained = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     assert losses(again)[0] == pytest.approx(mean_loss(trained, samples, read_plans(again)[0]), abs=2e-6)
 
