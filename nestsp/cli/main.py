@@ -313,7 +313,7 @@ def _launch(settings: RunConfig) -> None:
     from nestsp.train.console import Screen
     from nestsp.train.prepare import prepare_data
 
-    source = settings.model.config
+    source = settings.model.source
     keys = read_config_json(Path(source)) if isinstance(source, str) else source
     if keys.get("model_type") in FAMILIES:
         shape = ModelShape.from_hf_config(keys)

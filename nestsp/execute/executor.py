@@ -120,8 +120,10 @@ class Executor:
         """
         self.timer.clear()
         total: Tensor | None = None
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches, start=1):
             microbatch.attention.stash.clear()  # what a run that failed may have left
+            if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
+                self.root.set_requires_all_reduce(number == len(batch.microbatches))
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
                 loss = token_loss(microbatch.tokens, nll)
