@@ -252,6 +252,23 @@ def trace(
     trace_run(run, step=step, out=out)
 
 
+@app.command(short_help="Probe a model: is it trained right, and in which kinds of groups?")
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="The path of a config.json or its folder, or a name such as gemma-2-9b."),
+    ],
+) -> None:
+    """Probe a model: is it trained right, and in which kinds of groups?
+
+    Makes a small copy with every kind of layer that the model has, and compares it with each sequence alone, in float64
+    on the CPU, in seconds. `nestsp train` does so itself before the first step. Exits with 2 if the model is refused.
+    """
+    from nestsp.cli.check import check_model
+
+    check_model(model)
+
+
 @app.command(name="config")
 def show_config() -> None:
     """Print all settings with their types, defaults and meanings."""

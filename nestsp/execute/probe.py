@@ -10,6 +10,7 @@ so traps that nobody listed are found too.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,22 +26,24 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link
 from nestsp.comm.threads import run_as_threads
-from nestsp.errors import ModelError, PlanError
+from nestsp.errors import ModelError
+from nestsp.execute.capability import ring_refusal
 from nestsp.execute.executor import Executor
 from nestsp.execute.float64 import all_float64
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import Gradients, compare_gradients, reference_gradients
 from nestsp.model.adapter import build_model
-from nestsp.model.derive import attention_calls, model_shape
+from nestsp.model.derive import attention_calls, model_shape, reference_attention
 from nestsp.model.logits import logit_function
 from nestsp.model.root import LossRoot
 from nestsp.model.shrink import PROBE_VOCABULARY, shrink_config
 from nestsp.plan import Keep, Plan
 from nestsp.shape import ModelShape
 from nestsp.shard import rank_spans
+from nestsp.units import plural
 
-__all__ = ["KINDS", "Kind", "Probe", "Subject", "make_subject", "probe_kind", "probe_model"]
+__all__ = ["KINDS", "Kind", "Probe", "Subject", "make_subject", "probe_kind", "probe_line", "probe_model"]
 
 Kind = Literal["local", "ulysses", "ring", "hybrid"]
 KINDS: tuple[Kind, ...] = ("local", "ulysses", "ring", "hybrid")
@@ -113,13 +116,30 @@ def probe_model(config: PreTrainedConfig, kinds: Sequence[Kind] = KINDS) -> Prob
         ModelError: The model cannot be shrunk, asks for what is not done, or gives something else than alone.
     """
     subject = make_subject(config)
-    errors, refusals = {}, {}
+    errors: dict[Kind, float] = {}
+    refusals: dict[Kind, str] = {}
+    refusal = ring_refusal(model_shape(config))
     for kind in kinds:
-        try:
+        if kind in ("ring", "hybrid") and refusal is not None:
+            refusals[kind] = refusal
+        else:
             errors[kind] = probe_kind(subject, kind)
-        except PlanError as error:
-            refusals[kind] = str(error)
     return Probe(subject.shape.num_layers, errors, refusals)
+
+
+def probe_line(config: PreTrainedConfig) -> str:
+    """Probe a model before it is trained, in the two kinds of groups that have all the others in them; for people.
+
+    Raises:
+        ModelError: See `probe_model`.
+    """
+    start = time.perf_counter()
+    probe = probe_model(config, ("local", "ulysses" if ring_refusal(model_shape(config)) else "hybrid"))
+    seconds = time.perf_counter() - start
+    return (
+        f"probe    {plural(probe.num_layers, 'layer')} of the model made small, {' and '.join(probe.errors)}: logits, "
+        f"loss and gradients equal each sequence alone ({probe.error:.0e}); {seconds:.1f} s"
+    )
 
 
 def make_subject(config: PreTrainedConfig) -> Subject:
@@ -146,7 +166,12 @@ def make_subject(config: PreTrainedConfig) -> Subject:
     wanted = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     for call in calls:
         found = (call.num_heads, call.num_kv_heads, call.head_dim)
-        if found != wanted or (call.window or shape.window) != shape.window or call.sinks != shape.sinks:
+        if (
+            found != wanted
+            or (call.window or shape.window) != shape.window
+            or call.sinks != shape.sinks
+            or (call.softcap or 0.0) != shape.softcap
+        ):
             raise ModelError(
                 f"layer {call.layer} of the {name} asks for attention of {call}, but its sizes say {shape}; report this"
             )
@@ -155,12 +180,10 @@ def make_subject(config: PreTrainedConfig) -> Subject:
             f"{sum(call.window is not None for call in calls)} layers of the {name} ask for a window, but its config "
             f"says {shape.num_window_layers}; correct model.config.layer_types"
         )
-    # Transformers has soft caps and sinks in its eager attention alone.
-    eager = any(call.softcap is not None or call.sinks for call in calls)
     generator = torch.Generator().manual_seed(1)
     sequences = {i: torch.randint(PROBE_VOCABULARY, (n,), generator=generator) for i, n in enumerate(_LENGTHS)}
     alone = copy.deepcopy(model)
-    alone.set_attn_implementation("eager" if eager else "sdpa")
+    alone.set_attn_implementation(reference_attention(shape))
     with all_float64():
         with torch.no_grad():
             logits = {i: alone(input_ids=ids[None], use_cache=False).logits[0] for i, ids in sequences.items()}
@@ -175,7 +198,6 @@ def probe_kind(subject: Subject, kind: Kind) -> float:
         The largest error of logits, loss and gradients.
 
     Raises:
-        PlanError: The model cannot run in such a group.
         ModelError: Something differs from each sequence alone.
     """
     fanouts, ring_degree = _GROUPS[kind]

@@ -23,7 +23,7 @@ from nestsp.model.adapter import (
 )
 from nestsp.shape import FAMILIES, ModelShape
 
-__all__ = ["attention_calls", "model_shape"]
+__all__ = ["attention_calls", "model_shape", "reference_attention"]
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -54,6 +54,11 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
             f"{sorted(kinds)}), but nestsp plans for one; use another model"
         )
     return _counted(model, layers, calls)
+
+
+def reference_attention(shape: ModelShape) -> str:
+    """The name of Transformers' own attention that has all that the model asks of it."""
+    return "eager" if shape.softcap or shape.sinks else "sdpa"
 
 
 def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:

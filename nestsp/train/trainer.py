@@ -29,6 +29,7 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
+from nestsp.execute.probe import probe_line
 from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
@@ -89,6 +90,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    screen.say(world.first(lambda: probe_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),

@@ -24,6 +24,7 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import ConfigError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.float64 import all_float64
 from nestsp.execute.verify import (
     Gradients,
     RoutingRecorder,
@@ -33,6 +34,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model
+from nestsp.model.derive import reference_attention
 from nestsp.model.load import empty_model, fill_parameters, find_sources
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
@@ -95,7 +97,9 @@ def verify(config: RunConfig, max_tokens: int) -> int:
             identity: torch.from_numpy(prepared.samples.read(identity, 0, length).astype("int64"))
             for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True)
         }
-        result = compare_gradients(planned, reference_gradients(model, sequences), num_targets(plan.batch))
+        with all_float64():
+            reference = reference_gradients(model, sequences)
+        result = compare_gradients(planned, reference, num_targets(plan.batch))
         _print(result)
         code = 0 if result.passes(TOLERANCE) else EXIT_SAID
     return world.share(code)
@@ -181,7 +185,7 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     local = executor.load(plan, prepared.samples.read)
     for microbatch, spans in zip(local.microbatches, rank_spans(plan, world.rank), strict=True):
         origin = [(plan.batch.ids[s.sequence], p) for s in spans.spans for p in range(s.start, s.stop)]
-        with recorder.tokens(origin):
+        with recorder.tokens(origin), all_float64():
             total += executor.run(LocalBatch((microbatch,)))
     recorder.remove()
     dist.all_reduce(total)
@@ -194,9 +198,10 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
 def _one_process_model(prepared: Prepared, options: Mapping[str, Any]) -> PreTrainedModel:
     """The run's model as Transformers runs it, whole and in float64."""
     path, seed = prepared.config.model.path, prepared.config.train.seed
+    attention = reference_attention(prepared.shape)
     if path is None:
-        return build_model(prepared.model, seed=seed, attention="sdpa", **options).double()
-    model = empty_model(prepared.model, attention="sdpa", **options).double()
+        return build_model(prepared.model, seed=seed, attention=attention, **options).double()
+    model = empty_model(prepared.model, attention=attention, **options).double()
     fill_parameters(model, find_sources(model, Path(path)), torch.device("cpu"))
     return model
 

@@ -38,7 +38,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model, model_config
-from nestsp.model.derive import model_shape
+from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
@@ -412,9 +412,7 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
         dist.all_gather_object(logs, log)
         if rank != 0:
             continue
-        # Transformers has soft caps and sinks in its eager attention alone.
-        attention = "eager" if executor.shape.softcap or executor.shape.sinks else "sdpa"
-        alone = make_model(case.keys, attention, trainable=case.trainable)
+        alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
         with all_float64():
             if case.weighted:
                 reference = weighted_gradients(alone, tokens, make_weights(plan))
