@@ -41,7 +41,7 @@ from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.cost.work import Work, sequence_work
 from nestsp.plan import Keep, Placement, Plan
-from nestsp.schedule import Pass, Schedule, Turn, num_exchanges
+from nestsp.schedule import Pass, Schedule, Turn, num_exchanges, turn_name
 from nestsp.shape import ModelShape
 
 __all__ = [
@@ -62,7 +62,6 @@ Track = Literal["computation", "host links", "network"]
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
 _SAME = 1e-9
-_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +418,7 @@ class _LevelSizes:
             index = group.first_rank // group.degree
             mine = [lengths[s] for s in placement.sequences]
             arrays[0][group.level][index] = sum(mine)
-            arrays[1][group.level][index] = sum(n * n for n in mine)
+            arrays[1][group.level][index] = sum(cost.compute.squares(n) for n in mine)
             arrays[2][group.level][index] = max(mine)
         return cls(*arrays)
 
@@ -533,7 +532,7 @@ class _Turns:
                 before = before + (self.cost.profile.launch_s + tokens[:, None] * per_token_s)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
-            name=f"degree {self.degree}, {self.which.value} {number}",
+            name=turn_name(self.degree, self.which, number),
             level=level,
             ranks=groups[:, None] * self.degree + np.arange(self.degree),
             chain=chain,
@@ -557,7 +556,7 @@ class _Turns:
 
 def _copies_s(payload: Payload, degree: int, ring_degree: int, cost: CostModel) -> tuple[float, Floats]:
     """Seconds per token of the group's stream of packing or unpacking an all-to-all, at the tokens and at the heads."""
-    shape, s_per_element = cost.shape, _ELEMENT_BYTES * cost.compute.copy_s
+    shape, s_per_element = cost.shape, cost.comm.element_bytes * cost.compute.copy_s
     at_tokens = (payload.query * shape.query_width + payload.kv * shape.kv_width) / degree
     at_heads = np.tile(member_widths(shape, payload, degree // ring_degree), ring_degree) / ring_degree
     return at_tokens * s_per_element, at_heads * s_per_element

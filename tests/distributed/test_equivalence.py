@@ -12,9 +12,16 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.plan import Plan
 from tests.distributed.equivalence import (
+    COHERE,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    GRANITE,
     LLAMA,
     MISTRAL,
     MIXTRAL,
+    OLMO2,
+    PHI3,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -56,7 +63,7 @@ def nested_plan(tree: GroupTree, keep: Any = "none") -> Plan:
 
 def check(pool: RankPool, cases: Sequence[Case]) -> None:
     """All cases must have one number of ranks."""
-    ranks = Plan.from_json(cases[0].plan).tree.num_ranks
+    ranks = cases[0].made.tree.num_ranks
     outcomes = pool.run(compare_with_one_process, cases, ranks=ranks, timeout_s=30.0 + 10.0 * len(cases))[0]
     assert len(outcomes) == len(cases)
     for case, outcome in zip(cases, outcomes, strict=True):
@@ -66,7 +73,19 @@ def check(pool: RankPool, cases: Sequence[Case]) -> None:
 
 TREES = {"1": (), "2": (2,), "3": (3,), "4": (2, 2), "4 at once": (4,), "6": (3, 2), "6 other way": (2, 3)}
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
-MORE_MODELS = {"qwen2": QWEN2, "mixtral": MIXTRAL, "mistral": {**MISTRAL, "sliding_window": None}}
+ALL_FULL = {"layer_types": ["full_attention"] * 3}
+MORE_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": QWEN2,
+    "mixtral": MIXTRAL,
+    "mistral": {**MISTRAL, "sliding_window": None},
+    "gemma2, soft caps": {**GEMMA2, **ALL_FULL},
+    "gemma3_text": {**GEMMA3, **ALL_FULL},
+    "gpt_oss, sinks": {**GPT_OSS, **ALL_FULL},
+    "phi3": PHI3,
+    "granite": GRANITE,
+    "cohere": COHERE,
+    "olmo2": OLMO2,
+}
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
@@ -91,6 +110,29 @@ def test_layers_that_are_not_recomputed_give_the_same_gradients(pool: RankPool) 
 def test_kept_outputs_give_the_same_gradients(pool: RankPool, tree: tuple[int, ...]) -> None:
     plan = nested_plan(GroupTree(tree), keep="output").to_json()
     check(pool, [Case(keys, plan, recompute) for keys in MODELS.values() for recompute in (True, False)])
+
+
+def keeping(plan: Plan, *num_kept_layers: int) -> Plan:
+    """The same plan; each microbatch keeps so many layers."""
+    made = (replace(m, num_kept_layers=k) for m, k in zip(plan.microbatches, num_kept_layers, strict=True))
+    return replace(plan, microbatches=tuple(made))
+
+
+@pytest.mark.parametrize("tree", [(2, 2), (3,)], ids=["4", "3"])
+def test_some_kept_layers_give_the_same_gradients(pool: RankPool, tree: tuple[int, ...]) -> None:
+    """Another number in each microbatch, none and all three among them; recomputes are counted, see `count_faults`."""
+    plans = [
+        keeping(nested_plan(GroupTree(tree), keep=keep), *kept)
+        for keep in ("none", "output")
+        for kept in ((1, 2, 0), (0, 3, 1))
+    ]
+    check(pool, [Case(keys, plan.to_json()) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
+
+
+def test_groups_one_after_the_other_give_the_same_gradients(pool: RankPool) -> None:
+    """Without streaming; the order of all ranks' exchanges is checked as with it."""
+    plans = [nested_plan(GroupTree((2, 2)), keep=keep) for keep in ("none", "output")]
+    check(pool, [Case(keys, plan.to_json(), streaming=False) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
 
 
 def test_heads_need_not_divide_by_ranks(pool: RankPool) -> None:
@@ -135,11 +177,15 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4},
     "mixtral": {**MIXTRAL, "sliding_window": 6},
+    "gemma2, soft caps": GEMMA2,
+    "gemma3_text, by layer": {**GEMMA3, "sliding_window_pattern": 2},
+    "gpt_oss, sinks": GPT_OSS,
+    "phi3": {**PHI3, "sliding_window": 4},
 }
 
 
 @pytest.mark.parametrize("keys", WINDOWED.values(), ids=WINDOWED.keys())
-def test_E3_E4_sliding_windows_give_the_gradients_of_one_process(pool: RankPool, keys: dict[str, Any]) -> None:
+def test_E3_E4_E6_sliding_windows_give_the_gradients_of_one_process(pool: RankPool, keys: dict[str, Any]) -> None:
     """Sequences shorter and longer than the window, on all kinds of ranks; the reference is Transformers' own."""
     plan = nested_plan(GroupTree((2, 2)), keep="output")
     none = nested_plan(GroupTree((2, 2)))
