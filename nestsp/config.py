@@ -24,6 +24,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "DataSource",
+    "LoraConfig",
     "MixturePart",
     "ModelConfig",
     "PlannerConfig",
@@ -254,6 +255,18 @@ class PlannerConfig(_Section):
     )
 
 
+class LoraConfig(_Section):
+    """Low-rank adapters, trained instead of the model's own weights."""
+
+    rank: PositiveInt = Field(16, description="inner width of each adapter")
+    alpha: PositiveFloat = Field(32.0, description="adapters are scaled by alpha / rank")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="linear layers that get one, by the end of their names, such as [q_proj, v_proj]; null for "
+        "all but the head",
+    )
+
+
 class TrainConfig(_Section):
     """Optimisation, precision and saving."""
 
@@ -308,6 +321,11 @@ class TrainConfig(_Section):
         None,
         description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
         "`nestsp trace` merges them with the estimate. null for none",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters (rank, alpha, targets) by PEFT, and leave the model's own weights as they "
+        "are; null to train all weights",
     )
     mlp_slice_tokens: PositiveInt | None = Field(
         None,

@@ -164,6 +164,7 @@ def planning_task(
         memory=MemoryOptions(
             num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
             mlp_slice_tokens=train.mlp_slice_tokens,
+            num_trained=_num_trained(prepared),
             offloads_inputs=train.offload and device == "cuda",
         ),
         streaming=planner.streaming,
@@ -176,6 +177,19 @@ def planning_task(
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def _num_trained(prepared: Prepared) -> int | None:
+    """Parameters of the adapters; None if all are trained."""
+    settings = prepared.config.train.lora
+    if settings is None:
+        return None
+    from nestsp.model.load import empty_model
+    from nestsp.model.lora import add_adapters, num_adapter_parameters
+
+    model = empty_model(prepared.model)
+    add_adapters(model, settings)
+    return num_adapter_parameters(model)
 
 
 def router_loss_coefficient(prepared: Prepared) -> float:

@@ -48,7 +48,7 @@ from nestsp.train.checkpoint import (
 )
 from nestsp.train.console import Bar, Screen
 from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
-from nestsp.train.export import export_hugging_face
+from nestsp.train.export import export_adapter, export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import Limits, decide_limits
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
@@ -226,10 +226,29 @@ class _Loop:
                     exported,
                     rank=self.world.rank,
                     control_group=self.world.control,
+                    lora=self.prepared.config.train.lora,
                 )
             )
             rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
+            self._export_adapter(rows)
         self.screen.say("\n" + aligned(rows))
+
+    def _export_adapter(self, rows: list[tuple[str, list[str]]]) -> None:
+        config = self.prepared.config
+        if (lora := config.train.lora) is None:
+            return
+        adapter = self.folder / "adapter"
+        self.world.together(
+            lambda: export_adapter(
+                self.executor.root,
+                lora,
+                adapter,
+                rank=self.world.rank,
+                control_group=self.world.control,
+                base=config.model.path,
+            )
+        )
+        rows.append(("adapter", [f"{adapter} (PEFT reads it; the model above has it merged)"]))
 
     def _run(self, plan: Plan, targets: int) -> tuple[Tensor, float | None]:
         """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
@@ -342,6 +361,7 @@ def _lasting(config: RunConfig) -> dict[str, object]:
         "data.seed": data.seed,
         "data.tokens_per_step": data.tokens_per_step,
         "data.sequences_per_step": data.sequences_per_step,
+        "train.lora": None if config.train.lora is None else config.train.lora.model_dump(mode="json"),
     }
 
 
