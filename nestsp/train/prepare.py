@@ -14,8 +14,8 @@ import numpy as np
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
-from nestsp.data.samples import SampleTable, open_samples
-from nestsp.data.store import Progress
+from nestsp.data.samples import SampleTable, open_evaluation, open_samples
+from nestsp.data.store import Progress, TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.execute.capability import executor_capabilities
@@ -41,6 +41,7 @@ class Prepared:
     Attributes:
         config: The settings.
         samples: The corpus after its policy.
+        evaluation: The samples of ``data.eval``, under the same policy, or None.
         stream: Its order and batches.
         model: The Transformers config.
         shape: The model's sizes.
@@ -51,6 +52,7 @@ class Prepared:
 
     config: RunConfig
     samples: SampleTable
+    evaluation: SampleTable | None
     stream: SampleStream
     model: PreTrainedConfig
     shape: ModelShape
@@ -79,8 +81,8 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
 
     model = model_config(config.model.config)
     shape = model_shape(model)
-    samples, tree = prepare_data(config, cluster, shape, progress)
-    longest = int(samples.lengths.max())
+    samples, evaluation, tree = prepare_data(config, cluster, shape, progress)
+    longest = max(int(table.lengths.max()) for table in (samples, evaluation) if table is not None)
     limit = getattr(model, "max_position_embeddings", None)
     if isinstance(limit, int) and longest > limit:
         raise ConfigError(
@@ -92,16 +94,20 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         seed=config.data.seed,
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
+        shares=samples.shares,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
-    return Prepared(config, samples, stream, model, shape, cluster, tree, num_steps)
+    return Prepared(config, samples, evaluation, stream, model, shape, cluster, tree, num_steps)
 
 
 def prepare_data(
     config: RunConfig, cluster: Cluster, shape: ModelShape, progress: Progress | None = None
-) -> tuple[SampleTable, GroupTree]:
+) -> tuple[SampleTable, SampleTable | None, GroupTree]:
     """The part of `prepare` that needs no torch, so that the launcher can refuse in a second what it finds wrong.
+
+    Returns:
+        The samples to train on, those to evaluate on if there are any, and the tree.
 
     Raises:
         NestspError: A subclass that names what is wrong.
@@ -110,16 +116,17 @@ def prepare_data(
     planner = config.planner
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
-    if samples.store.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size is {format_count(shape.vocab_size)}, but the tokenizer "
-            f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
-        )
-    if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
-        longest = _longest(samples)
-        check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
-        _check_degree(planner.degree, planner.max_tokens_per_rank, longest.lengths[0])
-    return samples, tree
+    evaluation = open_evaluation(config.data, progress)
+    for table in (samples, evaluation):
+        if table is None:
+            continue
+        for store in table.stores:
+            _check_vocabulary(store, shape)
+        if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
+            longest = _longest(table)
+            check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
+            _check_degree(planner.degree, planner.max_tokens_per_rank, longest.lengths[0])
+    return samples, evaluation, tree
 
 
 def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
@@ -160,6 +167,17 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def _check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+    if store.vocab_size <= shape.vocab_size:
+        return
+    tokenizer, size = store.meta["tokenizer"], format_count(store.vocab_size)
+    if tokenizer is None:
+        what = f"{store.meta['source']} has tokens up to {format_count(store.vocab_size - 1)}; raise it to {size}"
+    else:
+        what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
+    raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

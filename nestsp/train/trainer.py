@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, parse_config, to_yaml
-from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
@@ -80,7 +79,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
-        corpus_name=config.data.source,
+        corpus_name=config.data.title,
         model_name=describe_model(prepared.shape),
     )
     checkpoint = world.together(lambda: _find(config, resume, identity))
@@ -205,13 +204,17 @@ class _Loop:
         dist.all_reduce(sums)
         total_loss, attention_s = sums.tolist()
         attention_s /= self.world.cluster.num_ranks
-        targets = num_targets(plan.batch)
+        targets = self.prepared.samples.targets(plan.batch)
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
-        if targets:
-            loss = _finite("loss", total_loss / targets, step)
+        if targets.weight:
+            loss = _finite("loss", total_loss / targets.weight, step)
             norm = update(
-                self.executor.root, self.optimizer, total_weight=targets, max_grad_norm=config.max_grad_norm, lr=lr
+                self.executor.root,
+                self.optimizer,
+                total_weight=targets.weight,
+                max_grad_norm=config.max_grad_norm,
+                lr=lr,
             )
             _finite("gradient norm", norm, step)
         else:
@@ -227,7 +230,7 @@ class _Loop:
             grad_norm=norm,
             num_sequences=plan.batch.num_sequences,
             num_tokens=plan.batch.num_tokens,
-            num_targets=targets,
+            num_targets=targets.number,
             tokens_per_s=plan.batch.num_tokens / step_s,
             step_s=step_s,
             estimated_s=estimated_s,
@@ -424,7 +427,7 @@ def _banner(
         (
             "data",
             [
-                f"{config.data.source}, tokens by {config.data.tokenizer}",
+                *prepared.samples.describe_sources(),
                 *prepared.samples.counts.describe().split("; "),
             ],
         ),
@@ -432,7 +435,7 @@ def _banner(
             "steps",
             [
                 steps_arithmetic(
-                    num_samples=prepared.samples.num_samples,
+                    num_samples=prepared.stream.num_samples,
                     steps_in_epoch=prepared.stream.steps_in_epoch(0),
                     num_steps=prepared.num_steps,
                     tokens_per_step=config.data.tokens_per_step,
