@@ -147,7 +147,7 @@ def open_template(path: str | None, tokenizer: str) -> ChatTemplate | None:
     Raises:
         DataError: A file cannot be read, or the template is no Jinja.
     """
-    settings, own = tokenizer_files(tokenizer)
+    settings, in_file = tokenizer_files(tokenizer)
     tokens = {key: token for key in settings if key.endswith("_token") and (token := _content(settings[key]))}
     if path is not None:
         try:
@@ -158,8 +158,7 @@ def open_template(path: str | None, tokenizer: str) -> ChatTemplate | None:
                 "template"
             ) from None
         return ChatTemplate(f"the chat template {path}", text, tokens)
-    if own is None:
-        own = settings.get("chat_template")
+    own: Any = settings.get("chat_template") if in_file is None else in_file
     if isinstance(own, list):  # several by name
         own = next((entry.get("template") for entry in own if entry.get("name") == "default"), None)
     return ChatTemplate(f"the chat template of {tokenizer}", own, tokens) if isinstance(own, str) else None

@@ -477,7 +477,7 @@ def _hub(config: DataSource) -> Source:
             yield _HubRows(name, start, part)
 
     def columns() -> tuple[str, ...]:
-        first = next(iter(stream().take(1)), {})
+        first: Row = next(iter(stream().take(1)), {})
         return tuple(first)
 
     return Source(name, content, None, (), columns, chunks, lambda: content)

@@ -37,7 +37,7 @@ TOOLS = (
                      " message.tool_calls else '')")
 )  # fmt: skip
 
-CHAT = [
+CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "How are you? é😀"},
     {"role": "assistant", "content": " Fine,  thanks. 😀"},

@@ -31,12 +31,11 @@ def _learned(text: str, messages: list[dict[str, Any]] = CHAT) -> list[str]:
 @pytest.mark.parametrize("in_file", [False, True])
 def test_the_text_is_that_of_transformers(tmp_path: Path, template: str, num_turns: int, in_file: bool) -> None:
     folder = str(save_tokenizer(tmp_path, template, in_file=in_file))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     ours = open_template(None, folder)
     assert ours is not None
-    messages = [*CHAT[:num_turns], {"role": "user", "content": None, "tool_calls": [{"name": "<é>", "n": 1}]}]
-    if template is not TOOLS:
-        messages = CHAT[:num_turns]
+    call = {"role": "user", "content": None, "tool_calls": [{"name": "<é>", "n": 1}]}
+    messages: list[dict[str, Any]] = [*CHAT[:num_turns], *([call] if template is TOOLS else [])]
     if template is FORGETFUL:
         messages = CHAT[:3]
     tools = [{"type": "function", "function": {"name": "f", "description": "<&>"}}] if template is TOOLS else None
@@ -57,7 +56,7 @@ def test_generation_marks_say_what_has_a_loss() -> None:
 
 def test_marks_agree_with_those_of_transformers(tmp_path: Path) -> None:
     folder = str(save_tokenizer(tmp_path, MARKED))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     out = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
     text, spans = _template(MARKED).chat(CHAT)
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == out["input_ids"]

@@ -184,7 +184,7 @@ def test_a_padded_pack_loses_its_pads_and_keeps_its_boundaries(tmp_path: Path) -
 )
 def test_a_row_of_tokens_that_makes_no_sense_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     """Row C12 among others: positions of three axes are refused, never half read."""
-    good = {name: [] for name in row} | {"input_ids": []}
+    good: dict[str, Any] = {name: [] for name in row} | {"input_ids": []}
     assert _refusal(tmp_path, [good, row]).startswith(f"FOLDER/rows.jsonl, line 2, {sentence}")
 
 

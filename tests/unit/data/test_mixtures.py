@@ -115,7 +115,7 @@ def test_every_card_of_a_deck_is_dealt_before_it_is_shuffled_again(
 
 def test_an_order_of_a_mixture_stays_what_it_was_released_as() -> None:
     """Row G3: a changed order would resume runs on other data. These numbers may never change."""
-    stream = SampleStream(np.ones(7), sequences_per_step=100, shares=(Share(4, 2), Share(3, 4)))
+    stream = SampleStream(np.ones(7, np.int64), sequences_per_step=100, shares=(Share(4, 2), Share(3, 4)))
     assert [batch.ids for epoch in (0, 1) for batch in _epoch(stream, epoch)] == [
         (4, 6, 2, 0, 13, 5),
         (5, 3, 4, 13, 1, 11),
@@ -148,11 +148,11 @@ def test_resuming_makes_one_epochs_order_wherever_it_is(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(stream_module, "splitmix64", counted)
     for state in (DataState(0, 1), DataState(0, 9000), DataState(500, 9999)):
-        stream = SampleStream(np.ones(10_000), sequences_per_step=3)
+        stream = SampleStream(np.ones(10_000, np.int64), sequences_per_step=3)
         calls.clear()
         stream.take(state)
         assert calls == [10_000]
-    mixed = SampleStream(np.ones(10_000), sequences_per_step=3, shares=(Share(4000, 8000), Share(6000, 3000)))
+    mixed = SampleStream(np.ones(10_000, np.int64), sequences_per_step=3, shares=(Share(4000, 8000), Share(6000, 3000)))
     mixed.take(DataState(500, 9999))
     assert sum(calls) <= 10_000 + 11_000 + 2 * 4000 + 6000  # one order, and the decks that the epoch takes from
 
@@ -246,7 +246,10 @@ def test_samples_without_a_target_are_counted_and_the_first_is_named(tmp_path: P
 
 
 def test_a_loss_is_divided_by_the_sum_of_weights(tmp_path: Path) -> None:
-    rows = [{"input_ids": [1, 2, 3], "weights": [9, 0.5, 2]}, {"input_ids": [1, 2], "weights": [1, 0]}]
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [1, 2, 3], "weights": [9, 0.5, 2]},
+        {"input_ids": [1, 2], "weights": [1, 0]},
+    ]
     table = _labelled(tmp_path, rows)
     assert table.targets(SequenceBatch((0, 1), (3, 2))) == Targets(2, 2.5)
     cut = _labelled(tmp_path, rows, max_length=2, over_length="split")

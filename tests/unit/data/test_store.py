@@ -18,7 +18,7 @@ import pytest
 from nestsp.config import DataSource
 from nestsp.data.sources import Source, open_source
 from nestsp.data.store import TokenStore, open_store
-from nestsp.data.tokenizer import ByteTokenizer, Tokens, open_tokenizer, token_dtype
+from nestsp.data.tokenizer import ByteTokenizer, MarkedTokens, Span, Tokens, open_tokenizer, token_dtype
 from nestsp.errors import DataError
 
 TEXTS = ["abc", "", "é", "x" * 1000]
@@ -33,6 +33,12 @@ def _corpus(folder: Path, texts: Sequence[str] = TEXTS) -> Source:
 
 def _no_progress(done: int, total: int | None) -> None:
     raise AssertionError("built, although the store is there")
+
+
+def _read(store: TokenStore, document: int, start: int, stop: int) -> Tokens:
+    tokens = store.read(document, start, stop)
+    assert isinstance(tokens, np.ndarray)
+    return tokens
 
 
 def _documents(store: TokenStore) -> list[bytes]:
@@ -50,12 +56,12 @@ def test_a_store_holds_every_document_in_order(tmp_path: Path) -> None:
 
 def test_a_range_is_read_as_a_copy(tmp_path: Path) -> None:
     store = open_store(_corpus(tmp_path), BYTES, tmp_path / "cache")
-    tokens = store.read(0, 1, 3)
+    tokens = _read(store, 0, 1, 3)
     assert type(tokens) is np.ndarray
     assert tokens.tolist() == [0x62, 0x63]
     tokens[:] = 0
-    assert store.read(0, 0, 3).tolist() == [0x61, 0x62, 0x63]
-    assert store.read(0, 3, 3).size == 0
+    assert _read(store, 0, 0, 3).tolist() == [0x61, 0x62, 0x63]
+    assert _read(store, 0, 3, 3).size == 0
     for start, stop in [(0, 4), (-1, 2), (2, 1)]:  # never a neighbour's tokens
         with pytest.raises(AssertionError):
             store.read(0, start, stop)
@@ -128,13 +134,18 @@ class _Spelled:
         dtype = token_dtype(self.vocab_size)
         return [np.array([ord(character) + self.offset for character in text], dtype=dtype) for text in texts]
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, whole: bool
+    ) -> list[MarkedTokens]:
+        raise AssertionError("no text is marked")
+
 
 @pytest.mark.parametrize(("vocab_size", "name"), [(256, "uint8"), (65_536, "uint16"), (200_000, "uint32")])
 def test_tokens_take_the_smallest_integer_that_holds_the_vocabulary(tmp_path: Path, vocab_size: int, name: str) -> None:
     tokenizer = _Spelled(vocab_size, vocab_size - 128)
     store = open_store(_corpus(tmp_path, ["a~", "b"]), tokenizer, tmp_path / "cache")
     assert store.tokens.dtype.name == name
-    assert store.read(0, 0, 2).tolist() == [ord("a") + vocab_size - 128, ord("~") + vocab_size - 128]
+    assert _read(store, 0, 0, 2).tolist() == [ord("a") + vocab_size - 128, ord("~") + vocab_size - 128]
     plain = np.load(store.folder / "tokens.npy")  # the file is plain .npy
     assert plain.tolist() == store.tokens.tolist()
 
