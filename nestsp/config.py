@@ -49,10 +49,32 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model: a Transformers config, from which an unmodified model is made."""
 
-    config: str | dict[str, Any] = Field(
-        description="a Transformers model config: the path of a config.json (or its folder), or its keys written here, "
-        "model_type among them"
+    config: str | dict[str, Any] | None = Field(
+        None,
+        description="to train from random weights: a Transformers model config, as the path of a config.json (or its "
+        "folder), or its keys written here, model_type among them; give this or path",
     )
+    path: str | None = Field(
+        None,
+        description="to train from given weights: the folder of a Hugging Face model, with config.json and "
+        "safetensors; give this or config",
+    )
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelConfig:
+        if (self.config is None) == (self.path is None):
+            given = "neither" if self.config is None else "both"
+            raise ValueError(
+                f"model has {given} of config and path, but needs exactly one; set one of them and leave the other out"
+            )
+        return self
+
+    @property
+    def source(self) -> str | dict[str, Any]:
+        """Where the config's keys come from: a path, or the keys themselves."""
+        source = self.config if self.path is None else self.path
+        assert source is not None
+        return source
 
 
 class DataSource(_Section):
@@ -225,6 +247,11 @@ class PlannerConfig(_Section):
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
+    streaming: bool = Field(
+        True,
+        description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
+        "one after the other, for comparison. Results are the same",
+    )
 
 
 class TrainConfig(_Section):
@@ -251,15 +278,62 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
-    recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
+    sharding: Literal["fsdp", "hsdp", "none"] = Field(
+        "fsdp",
+        description="how parameters, gradients and optimizer are spread: fsdp over all ranks; hsdp over shard_size "
+        "ranks, with a copy for each such group; none: every rank has all of them",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="for hsdp only: neighbouring ranks that share one copy; null for the ranks of a host"
+    )
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="which layers are recomputed in the backward pass instead of kept: auto (as few as memory allows; "
+        "the planner decides for each microbatch), true (all) or false (none)",
+    )
+    router_loss: Literal["off", "counting_pass", "previous_step"] = Field(
+        "off",
+        description="the auxiliary loss that balances a mixture of experts: counting_pass takes it over the whole "
+        "batch, whatever the plan (several microbatches cost one more forward pass); previous_step balances against "
+        "the batch before, which is another objective and costs nothing",
+    )
+    router_loss_coefficient: NonNegativeFloat | None = Field(
+        None, description="factor of the auxiliary loss; null for the model config's router_aux_loss_coef"
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
     seed: NonNegativeInt = Field(0, description="of the initial weights and of all random numbers in training")
+    trace_steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
+        "`nestsp trace` merges them with the estimate. null for none",
+    )
+    mlp_slice_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens that go through a feed-forward block at one time, each slice recomputed in the backward "
+        "pass; smaller needs less memory and more time; null for all at once",
+    )
+    offload: bool = Field(
+        False,
+        description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
+    eval_every: PositiveInt | None = Field(
+        None, description="steps between evaluations on data.eval; null for one at the end only"
+    )
     export: bool = Field(True, description="write the final weights in Hugging Face format")
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> TrainConfig:
+        if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
+            raise ValueError(
+                f"train.trace_steps is {list(self.trace_steps)}, but the first step must not come after the last; "
+                "swap them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_duration(self) -> TrainConfig:
@@ -268,7 +342,33 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
             )
+        if self.offload and self.recompute is False:
+            raise ValueError(
+                "train.offload is true, but train.recompute is false, so no layer has an input of its own to offload; "
+                "set train.recompute: true or auto"
+            )
+        if self.shard_size is not None and self.sharding != "hsdp":
+            raise ValueError(
+                f"train.shard_size is {self.shard_size}, but train.sharding is {self.sharding}, which has no such "
+                "choice; set train.sharding: hsdp, or leave train.shard_size out"
+            )
         return self
+
+    def num_shards(self, num_ranks: int, ranks_per_host: int) -> int:
+        """Pieces that each parameter is cut into.
+
+        Raises:
+            ConfigError: The ranks do not divide.
+        """
+        if self.sharding != "hsdp":
+            return num_ranks if self.sharding == "fsdp" else 1
+        size = self.shard_size or ranks_per_host
+        if num_ranks % size or size in (1, num_ranks):
+            raise ConfigError(
+                f"train.sharding is hsdp with shards of {size} of {num_ranks} ranks, but there must be several equal "
+                f"shards of several ranks; set train.shard_size to a divisor of {num_ranks} in between, or take fsdp"
+            )
+        return size
 
 
 class RunConfig(_Section):
@@ -283,6 +383,15 @@ class RunConfig(_Section):
     cluster: ClusterConfig = ClusterConfig()
     planner: PlannerConfig = PlannerConfig()
     train: TrainConfig
+
+    @model_validator(mode="after")
+    def _evaluates_something(self) -> RunConfig:
+        if self.train.eval_every is not None and self.data.eval is None:
+            raise ValueError(
+                f"train.eval_every is {self.train.eval_every}, but there is no data.eval to evaluate on; set it, or "
+                "leave train.eval_every out"
+            )
+        return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -484,7 +593,7 @@ def _place(loc: Iterable[int | str]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return isinstance(part, str) and (part in ("int", "float", "str") or "[" in part)
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
 
 
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:

@@ -331,8 +331,8 @@ class Capabilities:
         for number, microbatch in enumerate(plan.microbatches):
             if self.num_kept_layers not in (None, microbatch.num_kept_layers):
                 raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this executor recomputes all "
-                    f"or none; plan with {self.num_kept_layers}"
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this run keeps "
+                    f"{self.num_kept_layers}; plan with as many, or set train.recompute = auto"
                 )
 
 

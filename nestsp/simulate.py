@@ -39,7 +39,7 @@ from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.cost.work import Rates, Work, sequence_work
 from nestsp.plan import Keep, Placement, Plan
-from nestsp.schedule import Pass, Schedule, num_exchanges
+from nestsp.schedule import Pass, Schedule, num_exchanges, turn_name
 from nestsp.shape import ModelShape
 
 __all__ = [
@@ -62,7 +62,6 @@ Track = Literal["computation", "host links", "network"]
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
 _SAME = 1e-9
-_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +383,7 @@ class _LevelSizes:
             index = group.first_rank // group.degree
             mine = [lengths[s] for s in placement.sequences]
             arrays[0][group.level][index] = sum(mine)
-            arrays[1][group.level][index] = sum(n * n for n in mine)
+            arrays[1][group.level][index] = sum(cost.compute.squares(n) for n in mine)
             arrays[2][group.level][index] = max(mine)
         return cls(*arrays)
 
@@ -497,7 +496,7 @@ class _Turns:
                 before = before + self._copy_s(tokens, self.payloads[1], at_heads=False)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
-            name=f"degree {self.degree}, {self.which.value} {number}",
+            name=turn_name(self.degree, self.which, number),
             level=level,
             ranks=groups[:, None] * self.degree + np.arange(self.degree),
             chain=chain,
@@ -525,7 +524,8 @@ class _Turns:
         else:
             width = payload.query * shape.query_width + payload.kv * shape.kv_width
             per_token = np.full(self.degree, width / self.degree)
-        seconds: Floats = compute.profile.launch_s + tokens[:, None] * per_token * _ELEMENT_BYTES * compute.copy_s
+        num_bytes = tokens[:, None] * per_token * self.cost.comm.element_bytes
+        seconds: Floats = compute.profile.launch_s + num_bytes * compute.copy_s
         return seconds
 
 

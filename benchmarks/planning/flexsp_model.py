@@ -170,11 +170,12 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
     linear = [model.alpha2_ms_per_token / degree / 1e3 for degree in degrees]
     exchange = [float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees]
     square = tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees)
-    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square)
+    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square, np.square)
     return Ground(
         tree=tree,
         linear_s=tuple(linear),
         square_s=square,
+        squares=np.square,
         exchange_s=tuple(exchange),
         bytes_per_token=tuple(1.0 / degree for degree in degrees),
         free_bytes=model.tokens_per_rank,

@@ -173,8 +173,8 @@ class _Work:
     @classmethod
     def of(cls, lengths: Floats, cost: CostModel) -> _Work:
         compute, memory, layers, heads = cost.compute, cost.memory, cost.shape.num_layers, cost.shape.num_heads
-        forward = layers * compute.best_attention_s("forward", heads, lengths, lengths**2)
-        backward = layers * compute.best_attention_s("backward", heads, lengths, lengths**2)
+        forward = layers * compute.best_attention_s("forward", heads, lengths, compute.squares(lengths))
+        backward = layers * compute.best_attention_s("backward", heads, lengths, compute.squares(lengths))
         linear = layers * compute.linear_s * lengths
         head = cost.head_s * lengths
         # Per sequence, the most seconds saved for the bytes kept: of nothing, of the output, of whole layers.
@@ -256,7 +256,7 @@ class _Places:
             alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
             for index, direction in enumerate(both):
                 heads = part * cost.shape.num_heads
-                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, lengths**2)
+                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, compute.squares(lengths))
                 for link in comm.forward(level) if direction == "forward" else comm.backward(level):
                     alone_s[level] += layers * (link.latency_s + link.s_per_token * lengths)
                     exchange_s[index][link.network][level] += degree * layers * link.s_per_token * lengths

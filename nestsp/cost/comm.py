@@ -32,9 +32,6 @@ __all__ = [
     "ulysses_bytes",
 ]
 
-_ELEMENT_BYTES = 2  # bf16
-_ACCUMULATOR_BYTES = 4  # float32, of the key and value gradients that travel round a ring
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -78,6 +75,7 @@ class CommCost:
         ring_bytes_per_s: What a ring over all ranks moves past each of them.
         ring_latency_s: Seconds of the smallest gather or reduction.
         levels: For each level, the time of each all-to-all.
+        element_bytes: Of one number that is exchanged or gathered.
     """
 
     shape: ModelShape
@@ -89,6 +87,12 @@ class CommCost:
     ring_bytes_per_s: float
     ring_latency_s: float
     levels: tuple[dict[Payload, LinkTime], ...]
+    element_bytes: int
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one number of a sum over ranks: gradients, also those that travel round a ring."""
+        return max(4, self.element_bytes)
 
     def gather_s(self, num_bytes: float) -> float:
         """Seconds to gather, or to reduce and scatter, so many bytes that are sharded over all ranks."""
@@ -102,7 +106,7 @@ class CommCost:
             return ()
         if ring_degree == 1:
             return (self.levels[level][FORWARD_IN], self.levels[level][FORWARD_OUT])
-        steps = (self._ring_step(level, ring_degree, 2 * _ELEMENT_BYTES),) * (ring_degree - 1)
+        steps = (self._ring_step(level, ring_degree, 2 * self.element_bytes),) * (ring_degree - 1)
         return self._inside(level, ring_degree, FORWARD_IN) + steps + self._inside(level, ring_degree, FORWARD_OUT)
 
     def backward(self, level: int, ring_degree: int = 1, *, kept: bool = False) -> tuple[LinkTime, ...]:
@@ -124,8 +128,8 @@ class CommCost:
             self._ring_step(
                 level,
                 ring_degree,
-                2 * _ELEMENT_BYTES * (number < ring_degree)
-                + 2 * _ACCUMULATOR_BYTES * (number > 2 or number == num_steps),
+                2 * self.element_bytes * (number < ring_degree)
+                + 2 * self.sum_bytes * (number > 2 or number == num_steps),
             )
             for number in range(1, num_steps + 1)
         )
@@ -136,7 +140,9 @@ class CommCost:
         inner = self.tree.degree(level) // ring_degree
         if inner == 1:
             return ()
-        time = _exchange_time(self.shape, self.cluster, self.profile, payload, inner, self.num_ranks)
+        time = _exchange_time(
+            self.shape, self.cluster, self.profile, payload, inner, self.num_ranks, self.element_bytes
+        )
         return (LinkTime(time.latency_s, time.s_per_token / ring_degree, time.network),)
 
     def _ring_step(self, level: int, ring_degree: int, bytes_per_element: int) -> LinkTime:
@@ -152,8 +158,18 @@ class CommCost:
         return LinkTime(self.profile.host_latency_s, num_bytes / self.profile.host_bytes_per_s, network)
 
 
-def make_comm_cost(shape: ModelShape, cluster: Cluster, tree: GroupTree, profile: CostProfile) -> CommCost:
-    """The communication of a model on a cluster."""
+def make_comm_cost(
+    shape: ModelShape, cluster: Cluster, tree: GroupTree, profile: CostProfile, *, element_bytes: int = 2
+) -> CommCost:
+    """The communication of a model on a cluster.
+
+    Args:
+        shape: The model.
+        cluster: The hosts.
+        tree: The groups.
+        profile: The hardware.
+        element_bytes: Of one number in computation: 2 for bf16, 4 for float32, 8 for float64.
+    """
     crosses = cluster.num_hosts > 1
     network = profile.network_bytes_per_s * profile.network_ring_efficiency
     rate = min(profile.host_bytes_per_s, network) if crosses else profile.host_bytes_per_s
@@ -163,10 +179,13 @@ def make_comm_cost(shape: ModelShape, cluster: Cluster, tree: GroupTree, profile
     latency += profile.network_latency_s * math.ceil(math.log2(cluster.num_hosts))
     payloads = (FORWARD_IN, FORWARD_OUT, BACKWARD_IN_KEPT)  # the other two are equal to the first two
     levels = tuple(
-        {p: _exchange_time(shape, cluster, profile, p, tree.degree(level), tree.num_ranks) for p in payloads}
+        {
+            p: _exchange_time(shape, cluster, profile, p, tree.degree(level), tree.num_ranks, element_bytes)
+            for p in payloads
+        }
         for level in range(tree.num_levels)
     )
-    return CommCost(shape, cluster, tree, profile, tree.num_ranks, crosses, rate, latency, levels)
+    return CommCost(shape, cluster, tree, profile, tree.num_ranks, crosses, rate, latency, levels, element_bytes)
 
 
 def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArray[np.int64]:
@@ -183,7 +202,9 @@ def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArr
     return widths
 
 
-def ulysses_bytes(shape: ModelShape, payload: Payload, tokens: int, degree: int) -> npt.NDArray[np.int64]:
+def ulysses_bytes(
+    shape: ModelShape, payload: Payload, tokens: int, degree: int, *, element_bytes: int = 2
+) -> npt.NDArray[np.int64]:
     """Bytes of one all-to-all from tokens to heads, exactly; its transpose is the one back.
 
     Args:
@@ -191,12 +212,13 @@ def ulysses_bytes(shape: ModelShape, payload: Payload, tokens: int, degree: int)
         payload: What is carried for each token.
         tokens: Of the group's stream.
         degree: Members.
+        element_bytes: Of one number.
 
     Returns:
         int64 [degree, degree], from member (row) to member (column); what a member keeps is on the diagonal.
     """
     sizes = np.array(share_sizes(tokens, degree), dtype=np.int64)
-    sent: npt.NDArray[np.int64] = sizes[:, None] * member_widths(shape, payload, degree)[None, :] * _ELEMENT_BYTES
+    sent: npt.NDArray[np.int64] = sizes[:, None] * member_widths(shape, payload, degree)[None, :] * element_bytes
     return sent
 
 
@@ -207,13 +229,19 @@ def _num_hosts(cluster: Cluster, degree: int, num_ranks: int) -> int:
 
 
 def _exchange_time(
-    shape: ModelShape, cluster: Cluster, profile: CostProfile, payload: Payload, degree: int, num_ranks: int
+    shape: ModelShape,
+    cluster: Cluster,
+    profile: CostProfile,
+    payload: Payload,
+    degree: int,
+    num_ranks: int,
+    element_bytes: int,
 ) -> LinkTime:
     """Time of one all-to-all per token of the group's stream, every member holding an equal part of the tokens."""
     if degree == 1:
         return LinkTime(0.0, 0.0, False)
     num_hosts = _num_hosts(cluster, degree, num_ranks)
-    widths = member_widths(shape, payload, degree).astype(float) * _ELEMENT_BYTES / degree
+    widths = member_widths(shape, payload, degree).astype(float) * element_bytes / degree
     offsets = {first % cluster.ranks_per_host for first in range(0, num_ranks, degree)}
     network_rate = profile.network_bytes_per_s / cluster.ranks_per_host * profile.exchange_efficiency(num_hosts)
     slowest = 0.0

@@ -22,13 +22,37 @@ from nestsp.cluster import GroupTree
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape
 
-__all__ = ["MOMENTS", "MemoryCost", "RankTokens", "make_memory_cost"]
+__all__ = ["MOMENTS", "PLAIN_MEMORY", "MemoryCost", "MemoryOptions", "RankTokens", "make_memory_cost"]
 
 Real = float | npt.NDArray[Any]
 
 MOMENTS = ("loss slice", "last backward", "recompute", "update")
 # Master parameter, gradient and AdamW's two moments, all float32.
 _STATE_BYTES = 16
+_FROZEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What of a run's settings changes the bytes of a rank.
+
+    Attributes:
+        num_shards: Ranks that hold one copy of the model's states together; None for all of them.
+        num_trained: Parameters that are trained, of which alone there are gradients and moments; None for all.
+        mlp_slice_tokens: Tokens that go through a feed-forward block at one time; None for all.
+        offloads_inputs: What recomputation keeps of each layer lies in the host's memory.
+        forward_only: There is no backward pass (evaluation), so nothing is kept for one.
+    """
+
+    num_shards: int | None = None
+    num_trained: int | None = None
+    mlp_slice_tokens: int | None = None
+    offloads_inputs: bool = False
+    forward_only: bool = False
+
+
+PLAIN_MEMORY = MemoryOptions()
+"""Everything is sharded over all ranks, trained and kept as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +136,13 @@ class MemoryCost:
 
 
 def make_memory_cost(
-    shape: ModelShape, tree: GroupTree, profile: CostProfile, *, loss_slice_tokens: int = 2048, element_bytes: int = 2
+    shape: ModelShape,
+    tree: GroupTree,
+    profile: CostProfile,
+    *,
+    loss_slice_tokens: int = 2048,
+    element_bytes: int = 2,
+    options: MemoryOptions = PLAIN_MEMORY,
 ) -> MemoryCost:
     """The coefficients of a model on a tree of ranks.
 
@@ -122,12 +152,15 @@ def make_memory_cost(
         profile: Communicators and margin.
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation: 2 for bf16, 4 for float32, 8 for float64.
+        options: What else decides a rank's bytes.
     """
     size = element_bytes
+    num_shards = tree.num_ranks if options.num_shards is None else options.num_shards
+    num_trained = shape.num_parameters if options.num_trained is None else options.num_trained
     hidden, query, kv = shape.hidden_size, shape.query_width, shape.kv_width
     layer, root = shape.layer_parameters / shape.num_layers, shape.root_parameters
     num_communicators = sum(tree.degree(level) > 1 for level in range(tree.num_levels))
-    states = _STATE_BYTES * shape.num_parameters / tree.num_ranks
+    states = (_STATE_BYTES * num_trained + _FROZEN_BYTES * (shape.num_parameters - num_trained)) / num_shards
     wide = max(4, size)  # of what stays float32 in a lower precision
     norms = 2 * (wide + size) * hidden + (2 * wide * (query + kv) if shape.head_norms else 0)
     attention = size * (query + 2 * kv) + size * query + wide * shape.num_heads  # q, k, v, out, log-sum-exp
@@ -138,17 +171,22 @@ def make_memory_cost(
     else:
         feed_forward = size * (4 if shape.gated_mlp else 2) * shape.intermediate_size
         feed_forward_gradients = size * 2 * shape.intermediate_size
+    gathered = 2 * size * root + 2 * size * layer + (size + wide) * layer
+    if options.mlp_slice_tokens is not None:  # one slice exists, whatever the tokens of the rank
+        gathered += options.mlp_slice_tokens * (feed_forward + feed_forward_gradients)
+        feed_forward = feed_forward_gradients = 0
+    keeps_inputs = not (options.offloads_inputs or options.forward_only)
     return MemoryCost(
         num_layers=shape.num_layers,
         states=states + num_communicators * profile.communicator_bytes + profile.margin_bytes,
-        gathered=2 * size * root + 2 * size * layer + (size + wide) * layer,
-        layer_input=size * hidden,
+        gathered=gathered,
+        layer_input=size * hidden if keeps_inputs else 0,
         kept_output=size * query + wide * shape.num_heads,
         layer_local=size * hidden + norms + attention + size * hidden + feed_forward,
         layer_exchanged=size * (query + 2 * kv) + size * query + wide * shape.num_heads,
-        gradients=2 * size * hidden + feed_forward_gradients,
+        gradients=0 if options.forward_only else 2 * size * hidden + feed_forward_gradients,
         exchange_buffers=2 * size * (3 * query + 2 * kv),
         loss_hidden=2 * size * hidden,
         loss_slice=loss_slice_tokens * shape.vocab_size * (size + 2 * wide),
-        update=2 * 4 * shape.num_parameters / tree.num_ranks,
+        update=2 * 4 * num_trained / num_shards,
     )

@@ -6,7 +6,7 @@ skipped one would hang the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
 from nestsp.execute.capability import executor_capabilities
-from nestsp.execute.local import LocalTokens, ReadTokens, load_local
+from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
@@ -57,8 +57,8 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        recompute: Whether layers are recomputed in backward; as installed in the model.
-        timer: Measures attention.
+        timer: Times the turns of attention in the last run.
+        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
     """
 
     root: nn.Module
@@ -67,8 +67,8 @@ class Executor:
     rank: int
     device: torch.device
     kernel: Kernel
-    recompute: bool
     timer: AttentionTimer
+    streaming: bool = True
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -88,11 +88,17 @@ class Executor:
                     f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
                     "degree 1"
                 )
-        executor_capabilities(self.shape, recompute=self.recompute).check(plan)
+        for number, microbatch in enumerate(plan.microbatches):
+            if microbatch.num_kept_layers > self.shape.num_layers:
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"{self.shape.num_layers}; plan for this model"
+                )
+        executor_capabilities(self.shape).check(plan)
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
-        schedule = make_schedule(plan)
+        schedule = make_schedule(plan, streaming=self.streaming)
         local = []
         for number, spans in enumerate(rank_spans(plan, self.rank)):
             tokens = load_local(spans, plan.batch, read, self.device)
@@ -100,19 +106,27 @@ class Executor:
             local.append(LocalMicrobatch(tokens, self._context(schedule, number, groups)))
         return LocalBatch(tuple(local))
 
-    def run(self, batch: LocalBatch) -> Tensor:
+    def run(self, batch: LocalBatch, token_loss: TokenLoss = weighted_sum) -> Tensor:
         """Run all microbatches; every rank must call it with the same plan's.
 
         Gradients are added to those there are. After an exception they are of no use, but the next run is right.
 
+        Args:
+            batch: The microbatches.
+            token_loss: Called once for each microbatch on every rank, also on those without a token of their own.
+
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
+        self.timer.clear()
         total: Tensor | None = None
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches, start=1):
             microbatch.attention.stash.clear()  # what a run that failed may have left
+            if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
+                self.root.set_requires_all_reduce(number == len(batch.microbatches))
             try:
-                loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                loss = token_loss(microbatch.tokens, nll)
                 loss.backward()
             except Exception:
                 self._forget()
@@ -121,6 +135,25 @@ class Executor:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a plan has at least one microbatch"
         return total
+
+    @torch.no_grad()
+    def measure(self, batch: LocalBatch) -> list[Tensor]:
+        """Run all microbatches forward only; every rank must call it with the same plan's.
+
+        Returns:
+            The negative log-likelihoods [T] of each microbatch's targets on this rank.
+        """
+        found = []
+        for microbatch in batch.microbatches:
+            microbatch.attention.stash.clear()
+            try:
+                found.append(self.root(microbatch.tokens, microbatch.attention))
+            except Exception:
+                self._forget()
+                raise
+        if isinstance(self.root, FSDPModule):
+            self.root.reshard()  # after a forward pass the root's unit stays gathered, and would miss an update
+        return found
 
     def _forget(self) -> None:
         """After an exception: make FSDP ready for another run, in case somebody catches it."""
@@ -151,11 +184,11 @@ class Executor:
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
-        layers: Sequence[int] = range(self.shape.num_layers) if self.recompute else ()
+        kept = schedule.plan.microbatches[microbatch].num_kept_layers  # the last ones, whose backward comes first
         return AttentionContext(
             groups,
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
-            frozenset(layers),
-            self.timer,
+            frozenset(range(self.shape.num_layers - kept)),
+            self.timer.of(microbatch),
         )

@@ -19,7 +19,7 @@ from nestsp.data.store import LabelledTokens
 from nestsp.model.loss import IGNORED_TARGET
 from nestsp.shard import Spans
 
-__all__ = ["LocalTokens", "ReadTokens", "load_local"]
+__all__ = ["LocalTokens", "ReadTokens", "TokenLoss", "load_local", "weighted_sum"]
 
 ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer] | LabelledTokens]
 """(sequence id, start, stop) → its tokens start to stop - 1, with labels and weights where not all are targets."""
@@ -33,15 +33,28 @@ class LocalTokens:
         positions: int64 [T], counted from each sequence's own start.
         targets: int64 [T], the next token of the same sequence; -100 where there is none.
         weights: float32 [T], of the targets.
+        sequences: int64 [T], each token's sequence by its place in the batch; 0 for a filler, which has no target.
         num_tokens: Tokens held, filler excluded.
     """
 
-    def __init__(self, ids: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, num_tokens: int) -> None:
+    def __init__(
+        self, ids: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, sequences: Tensor, num_tokens: int
+    ) -> None:
         self.ids = ids
         self.positions = positions
         self.targets = targets
         self.weights = weights
+        self.sequences = sequences
         self.num_tokens = num_tokens
+
+
+TokenLoss = Callable[[LocalTokens, Tensor], Tensor]
+"""(tokens, their negative log-likelihoods [T]) → this rank's share of the loss, a scalar with a gradient."""
+
+
+def weighted_sum(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
+    """The loss of plain training: Σ weight × negative log-likelihood."""
+    return (nll_T * tokens.weights).sum()
 
 
 def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: torch.device) -> LocalTokens:
@@ -57,6 +70,7 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
     positions: list[npt.NDArray[np.int64]] = []
     targets: list[npt.NDArray[np.int64]] = []
     weights: list[npt.NDArray[np.float32]] = []
+    sequences: list[npt.NDArray[np.int64]] = []
     for span in spans.spans:
         length = batch.lengths[span.sequence]
         tokens, following, following_weights = _labelled(
@@ -69,10 +83,11 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
             following_weights = np.append(following_weights, np.float32(1))
         targets.append(following)
         weights.append(following_weights)
+        sequences.append(np.full(span.num_tokens, span.sequence, dtype=np.int64))
     columns = (_column(ids, 0), _column(positions, 0), _column(targets, IGNORED_TARGET))
     weight_column = torch.from_numpy(np.concatenate(weights) if weights else np.ones(1, np.float32))
-    moved = [_to(tensor, device) for tensor in (*columns, weight_column)]
-    return LocalTokens(moved[0], moved[1], moved[2], moved[3], spans.num_tokens)
+    moved = [_to(tensor, device) for tensor in (*columns, weight_column, _column(sequences, 0))]
+    return LocalTokens(moved[0], moved[1], moved[2], moved[3], moved[4], spans.num_tokens)
 
 
 def _labelled(

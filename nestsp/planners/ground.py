@@ -42,16 +42,19 @@ class Prices:
     Attributes:
         linear_s: Per token, what is counted of the exchanges included.
         square_s: Per squared token.
+        squares: Lengths squared, less what a sliding window cuts off.
         inside: Sequences that fit into a group inside a host go to no group that crosses hosts.
     """
 
     linear_s: tuple[float, ...]
     square_s: tuple[float, ...]
+    squares: Callable[[Floats], Floats]
     inside: bool = False
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
-        seconds: Floats = np.array(self.linear_s)[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        linear, square = np.array(self.linear_s)[:, None], np.array(self.square_s)[:, None]
+        seconds: Floats = linear * lengths + square * self.squares(lengths)
         return seconds
 
 
@@ -63,6 +66,7 @@ class Ground:
         tree: The groups.
         linear_s: For each level, seconds per token, exchanges left out.
         square_s: For each level, seconds per squared token.
+        squares: Lengths squared, less what a sliding window cuts off.
         exchange_s: For each level, seconds of exchanges per token.
         bytes_per_token: For each level, bytes on each rank of a group for each token of a sequence.
         free_bytes: What a rank may hold in one microbatch.
@@ -85,6 +89,7 @@ class Ground:
     tree: GroupTree
     linear_s: tuple[float, ...]
     square_s: tuple[float, ...]
+    squares: Callable[[Floats], Floats]
     exchange_s: tuple[float, ...]
     bytes_per_token: tuple[float, ...]
     free_bytes: float
@@ -105,7 +110,7 @@ class Ground:
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
         linear = np.array(self.linear_s) + np.array(self.exchange_s)
-        seconds: Floats = linear[:, None] * lengths + np.array(self.square_s)[:, None] * lengths**2
+        seconds: Floats = linear[:, None] * lengths + np.array(self.square_s)[:, None] * self.squares(lengths)
         return seconds
 
     def bytes(self, lengths: Floats) -> Floats:
@@ -198,6 +203,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
                 for level, (degree, share) in enumerate(zip(degrees, shares, strict=True))
             ),
             square_s=tuple(layers * (forwards * forward + backward) * share for share in shares),
+            squares=compute.squares,
             inside=inside,
         )
 
@@ -214,6 +220,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         tree=tree,
         linear_s=linear,
         square_s=square,
+        squares=compute.squares,
         exchange_s=tuple(exchange),
         bytes_per_token=tuple(num_bytes),
         free_bytes=free,

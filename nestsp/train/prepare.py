@@ -14,7 +14,8 @@ import numpy as np
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
-from nestsp.data.samples import SampleTable, open_evaluation, open_samples
+from nestsp.cost.memory import MemoryOptions
+from nestsp.data.samples import SampleTable, open_samples
 from nestsp.data.store import Progress, TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError, InfeasibleError
@@ -28,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data"]
+__all__ = ["Prepared", "check_vocabulary", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -41,7 +42,6 @@ class Prepared:
     Attributes:
         config: The settings.
         samples: The corpus after its policy.
-        evaluation: The samples of ``data.eval``, under the same policy, or None.
         stream: Its order and batches.
         model: The Transformers config.
         shape: The model's sizes.
@@ -52,7 +52,6 @@ class Prepared:
 
     config: RunConfig
     samples: SampleTable
-    evaluation: SampleTable | None
     stream: SampleStream
     model: PreTrainedConfig
     shape: ModelShape
@@ -79,10 +78,10 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     """
     from nestsp.model.adapter import model_config, model_shape
 
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
-    samples, evaluation, tree = prepare_data(config, cluster, shape, progress)
-    longest = max(int(table.lengths.max()) for table in (samples, evaluation) if table is not None)
+    samples, tree = prepare_data(config, cluster, shape, progress)
+    longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
     if isinstance(limit, int) and longest > limit:
         raise ConfigError(
@@ -98,38 +97,39 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
-    return Prepared(config, samples, evaluation, stream, model, shape, cluster, tree, num_steps)
+    return Prepared(config, samples, stream, model, shape, cluster, tree, num_steps)
 
 
 def prepare_data(
     config: RunConfig, cluster: Cluster, shape: ModelShape, progress: Progress | None = None
-) -> tuple[SampleTable, SampleTable | None, GroupTree]:
+) -> tuple[SampleTable, GroupTree]:
     """The part of `prepare` that needs no torch, so that the launcher can refuse in a second what it finds wrong.
-
-    Returns:
-        The samples to train on, those to evaluate on if there are any, and the tree.
 
     Raises:
         NestspError: A subclass that names what is wrong.
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if config.train.router_loss != "off" and not shape.num_moe_layers:
+        raise ConfigError(
+            f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
+            "off"
+        )
+    config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
-    evaluation = open_evaluation(config.data, progress)
-    for table in (samples, evaluation):
-        if table is None:
-            continue
-        for store in table.stores:
-            _check_vocabulary(store, shape)
-        if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
-            longest = _longest(table)
-            check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
-            _check_degree(planner.degree, planner.max_tokens_per_rank, longest.lengths[0])
-    return samples, evaluation, tree
+    for store in samples.stores:
+        check_vocabulary(store, shape)
+    if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
+        longest = _longest(samples)
+        check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
+        _check_degree(planner.degree, planner.max_tokens_per_rank, longest.lengths[0])
+    return samples, tree
 
 
-def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
+def planning_task(
+    prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int, device: str = "cpu"
+) -> PlanningTask:
     """What the run asks of its planner, known to be possible for every sequence of the store.
 
     A static planner without a degree gets one here: the one that is estimated fastest over the run's first batches,
@@ -140,24 +140,31 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         profile: Name of a preset, or path of a profile.
         memory_per_rank_bytes: Hard limit of each rank.
         element_bytes: Of one number in computation.
+        device: ``cpu`` or ``cuda``; on a CPU, offloading saves nothing.
 
     Raises:
         InfeasibleError: The model or the longest sequence does not fit.
         ConfigError: The profile is not there, or damaged.
     """
-    planner, train = prepared.config.planner, prepared.config.train
+    planner, train, cluster = prepared.config.planner, prepared.config.train, prepared.cluster
     task = PlanningTask(
         planner=planner.name,
         degree=planner.degree,
         max_tokens_per_rank=planner.max_tokens_per_rank,
         shape=prepared.shape,
-        cluster=prepared.cluster,
+        cluster=cluster,
         tree=prepared.tree,
         profile=profile,
         memory_per_rank_bytes=memory_per_rank_bytes,
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        memory=MemoryOptions(
+            num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
+            mlp_slice_tokens=train.mlp_slice_tokens,
+            offloads_inputs=train.offload and device == "cuda",
+        ),
+        streaming=planner.streaming,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
@@ -169,7 +176,28 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
     return task.with_degree(batches, prepared.longest)
 
 
-def _check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+def router_loss_coefficient(prepared: Prepared) -> float:
+    """Factor of the routers' auxiliary loss.
+
+    Raises:
+        ConfigError: Neither the settings nor the model's config have one.
+    """
+    given = prepared.config.train.router_loss_coefficient
+    value = getattr(prepared.model, "router_aux_loss_coef", None) if given is None else given
+    if value is None:
+        raise ConfigError(
+            "train.router_loss_coefficient is not set and the model's config has no router_aux_loss_coef, but the "
+            "auxiliary loss needs a factor; set one of them"
+        )
+    return float(value)
+
+
+def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+    """Every token of a store is one of the model's.
+
+    Raises:
+        ConfigError: The model has fewer.
+    """
     if store.vocab_size <= shape.vocab_size:
         return
     tokenizer, size = store.meta["tokenizer"], format_count(store.vocab_size)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group
@@ -32,6 +35,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model
+from nestsp.model.load import empty_model, fill_parameters, find_sources
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
@@ -80,7 +84,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     plan, note = world.together(lambda: choose_plan(prepared, task, max_tokens))
     screen.say(_banner(prepared, world, plan, note))
     options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
-    executor = build_executor(prepared, world, dtype=torch.float64, model_options=options)
+    executor = build_executor(prepared, world, dtype=torch.float64, streaming=task.streaming, model_options=options)
     screen.say("running the planned step ...")
     planned = _planned(executor, plan, prepared, world)
     code = 0
@@ -88,7 +92,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
         screen.say(
             f"running {plural(plan.batch.num_sequences, 'sequence')} alone, one after another, in one process ..."
         )
-        model = build_model(prepared.model, seed=config.train.seed, attention="sdpa", **options).double()
+        model = _one_process_model(prepared, options)
         result = compare_gradients(
             planned,
             reference_gradients(model, *_sequences(prepared, plan.batch)),
@@ -199,6 +203,16 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     dist.gather_object(recorder.choices, gathered if world.is_first else None, group=world.control)
     choices = {key: value for part in gathered if part is not None for key, value in part.items()}
     return Gradients(total.item(), full_gradients(executor.root, keep=world.is_first), choices)
+
+
+def _one_process_model(prepared: Prepared, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The run's model as Transformers runs it, whole and in float64."""
+    path, seed = prepared.config.model.path, prepared.config.train.seed
+    if path is None:
+        return build_model(prepared.model, seed=seed, attention="sdpa", **options).double()
+    model = empty_model(prepared.model, attention="sdpa", **options).double()
+    fill_parameters(model, find_sources(model, Path(path)), torch.device("cpu"))
+    return model
 
 
 def _banner(prepared: Prepared, world: World, plan: Plan, note: str) -> str:

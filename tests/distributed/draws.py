@@ -41,7 +41,8 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
             tuple(
                 Placement(g, tuple(s), random.choice(ring_degrees(g)), random.choice(keeps))
                 for g, s in sorted(groups_of.items())
-            )
+            ),
+            random.choice((0, 0, 1)),
         )
         for groups_of in placed
     )
@@ -80,4 +81,5 @@ def draw_case(seed: int, num_ranks: int) -> Case:
         recompute=random.random() < 0.6,
         slice_tokens=random.choice((1, 3, 1000)),
         weighted=random.random() < 0.3,
+        streaming=random.random() < 0.8,
     )

@@ -94,7 +94,7 @@ def constant_logits(rank: int, num_ranks: int, case: Case) -> float:
         for name, parameter in executor.root.named_parameters():
             if "lm_head" in name:
                 parameter.zero_()  # all logits 0: each target costs log V
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     total = executor.run(load(executor, plan, make_tokens(plan))).double()
     dist.all_reduce(total)
     return total.item()
@@ -114,7 +114,7 @@ def test_A11_targets_count_equally_whichever_rank_holds_them(pool: RankPool) -> 
 
 
 def only_last_two(rank: int, num_ranks: int, case: Case) -> Verification | None:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     local = load(executor, plan, tokens)
@@ -185,7 +185,7 @@ def test_C8_C9_positions_count_from_the_sequences_start_on_every_rank() -> None:
 
 def all_logits(rank: int, num_ranks: int, case: Case, changed: Sequence[int | None]) -> list[dict[Any, Tensor]]:
     """Logits of all tokens, once for each sequence that is changed; on rank 0."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     results = []
     for identity in changed:
@@ -269,7 +269,7 @@ def test_D14_groups_use_their_own_ranks_not_the_worlds(pool: RankPool) -> None:
 
 def sent_bytes(rank: int, num_ranks: int, case: Case) -> list[tuple[int, int]]:
     """(bytes sent to other ranks in one step, as recorded; as the formula says)."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     with recorded(executor, plan) as log:
         planned_gradients(executor, plan, make_tokens(plan))
@@ -345,7 +345,7 @@ class Broken(Exception):
 
 
 def fail_and_go_on(rank: int, num_ranks: int, case: Case, where: str) -> Verification | None:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     local = load(executor, plan, tokens)

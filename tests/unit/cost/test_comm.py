@@ -120,6 +120,23 @@ def test_backward_a_rings_gradients_follow_their_keys_one_step_behind_and_go_hom
     assert [(t.seconds(2048) - t.latency_s) * PROFILE.host_bytes_per_s for t in two] == pytest.approx([keys, 2 * keys])
 
 
+def test_a_float32_run_sends_twice_the_bytes_of_a_bf16_run_but_equal_gradients() -> None:
+    cluster = Cluster(2, 2)
+    bf16, wide = (
+        make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE, element_bytes=size) for size in (2, 4)
+    )
+    for level in (0, 1):
+        for payload, time in bf16.levels[level].items():
+            assert wide.levels[level][payload].s_per_token == pytest.approx(2 * time.s_per_token)
+    ring = ([time.s_per_token for time in comm.backward(0, 4)] for comm in (bf16, wide))
+    keys, doubled = next(ring), next(ring)
+    assert doubled[0] == pytest.approx(2 * keys[0])  # keys and values
+    assert doubled[-1] == pytest.approx(keys[-1])  # their gradients, float32 in both
+    assert (
+        2 * ulysses_bytes(SHAPE, FORWARD_IN, 97, 4) == ulysses_bytes(SHAPE, FORWARD_IN, 97, 4, element_bytes=4)
+    ).all()
+
+
 def test_a_hybrid_exchanges_heads_inside_and_passes_fewer_keys_round() -> None:
     cluster = Cluster(1, 8)
     comm = make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE)
