@@ -166,8 +166,8 @@ class DataConfig(DataSource):
     def _one_source(self) -> DataConfig:
         if self.mixture and self.source != "stdlib":
             raise ValueError(
-                f"data.source is '{self.source}', but data.mixture names sources too; put it into the mixture, or leave "
-                "one of them out"
+                f"data.source is '{self.source}', but data.mixture names sources too; put it into the mixture, or "
+                "leave one of them out"
             )
         return self
 

@@ -16,7 +16,7 @@ from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
 from nestsp.cost.memory import MemoryOptions
 from nestsp.data.samples import SampleTable, open_samples
-from nestsp.data.store import Progress
+from nestsp.data.store import Progress, TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.execute.capability import executor_capabilities
@@ -29,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
+__all__ = ["Prepared", "check_vocabulary", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -93,6 +93,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         seed=config.data.seed,
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
+        shares=samples.shares,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
@@ -117,11 +118,8 @@ def prepare_data(
     config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
-    if samples.store.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size is {format_count(shape.vocab_size)}, but the tokenizer "
-            f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
-        )
+    for store in samples.stores:
+        check_vocabulary(store, shape)
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
@@ -206,6 +204,22 @@ def router_loss_coefficient(prepared: Prepared) -> float:
             "auxiliary loss needs a factor; set one of them"
         )
     return float(value)
+
+
+def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+    """Every token of a store is one of the model's.
+
+    Raises:
+        ConfigError: The model has fewer.
+    """
+    if store.vocab_size <= shape.vocab_size:
+        return
+    tokenizer, size = store.meta["tokenizer"], format_count(store.vocab_size)
+    if tokenizer is None:
+        what = f"{store.meta['source']} has tokens up to {format_count(store.vocab_size - 1)}; raise it to {size}"
+    else:
+        what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
+    raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

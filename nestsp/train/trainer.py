@@ -25,7 +25,6 @@ from torch import Tensor
 
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, parse_config, to_yaml
-from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
@@ -92,7 +91,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
-        corpus_name=config.data.source,
+        corpus_name=config.data.title,
         model_name=describe_model(prepared.shape),
     )
     checkpoint = world.together(lambda: _find(config, resume, identity))
@@ -250,13 +249,13 @@ class _Loop:
         )
         rows.append(("adapter", [f"{adapter} (PEFT reads it; the model above has it merged)"]))
 
-    def _run(self, plan: Plan, targets: int) -> tuple[Tensor, float | None]:
+    def _run(self, plan: Plan, total_weight: float) -> tuple[Tensor, float | None]:
         """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
         local = self.executor.load(plan, self.prepared.samples.read)
         kind = self.prepared.config.train.router_loss
         if kind == "off":
             return self.executor.run(local).double(), None
-        scale = router_loss_coefficient(self.prepared) * targets
+        scale = router_loss_coefficient(self.prepared) * total_weight
         loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
         return loss_sum.double(), router_loss
 
@@ -269,8 +268,8 @@ class _Loop:
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
         self.executor.timer.begin()
-        targets = num_targets(plan.batch)
-        loss_sum, router_loss = self._run(plan, targets)
+        targets = self.prepared.samples.targets(plan.batch)
+        loss_sum, router_loss = self._run(plan, targets.weight)
         turns = self.executor.timer.take()
         sums = torch.stack([loss_sum, *loss_sum.new_tensor([attention_s(turns), waited_s(turns)])])
         dist.all_reduce(sums)
@@ -278,10 +277,14 @@ class _Loop:
         num_ranks = self.world.cluster.num_ranks
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
-        if targets:
-            loss = _finite("loss", total_loss / targets, step)
+        if targets.weight:
+            loss = _finite("loss", total_loss / targets.weight, step)
             norm = update(
-                self.executor.root, self.optimizer, total_weight=targets, max_grad_norm=config.max_grad_norm, lr=lr
+                self.executor.root,
+                self.optimizer,
+                total_weight=targets.weight,
+                max_grad_norm=config.max_grad_norm,
+                lr=lr,
             )
             _finite("gradient norm", norm, step)
         else:
@@ -299,7 +302,7 @@ class _Loop:
             router_loss=router_loss,
             num_sequences=plan.batch.num_sequences,
             num_tokens=plan.batch.num_tokens,
-            num_targets=targets,
+            num_targets=targets.number,
             tokens_per_s=plan.batch.num_tokens / step_s,
             step_s=step_s,
             estimated_s=estimated_s,
@@ -498,7 +501,7 @@ def _banner(
         (
             "data",
             [
-                f"{config.data.source}, tokens by {config.data.tokenizer}",
+                *prepared.samples.describe_sources(),
                 *prepared.samples.counts.describe().split("; "),
             ],
         ),
@@ -506,7 +509,7 @@ def _banner(
             "steps",
             [
                 steps_arithmetic(
-                    num_samples=prepared.samples.num_samples,
+                    num_samples=prepared.stream.num_samples,
                     steps_in_epoch=prepared.stream.steps_in_epoch(0),
                     num_steps=prepared.num_steps,
                     tokens_per_step=config.data.tokens_per_step,

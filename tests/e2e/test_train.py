@@ -116,7 +116,9 @@ def mean_loss(model: PreTrainedModel, samples: SampleTable, plan: Plan) -> float
     total = 0.0
     with torch.no_grad():
         for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True):
-            ids = torch.from_numpy(samples.read(identity, 0, length).astype(np.int64))
+            tokens = samples.read(identity, 0, length)
+            assert isinstance(tokens, np.ndarray)
+            ids = torch.from_numpy(tokens.astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             total += F.cross_entropy(logits[:-1].double(), ids[1:], reduction="sum").item()
     return total / (plan.batch.num_tokens - plan.batch.num_sequences)
