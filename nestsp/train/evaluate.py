@@ -102,7 +102,7 @@ def evaluation_task(prepared: Prepared, task: PlanningTask) -> PlanningTask:
     """
     forward = dataclasses.replace(
         task,
-        can=dataclasses.replace(task.can, kept_outputs=False),
+        can=dataclasses.replace(task.can, kept_outputs=False, num_kept_layers=0),
         memory=dataclasses.replace(task.memory, forward_only=True),
     )
     forward.check_longest(prepared.longest)

@@ -123,8 +123,8 @@ def test_a_run_with_adapters_exports_both_forms_leaves_the_model_alone_and_resum
     pool: RankPool, tmp_path: Path
 ) -> None:
     base = train(pool, tmp_path / "base", "train.steps=1", "train.checkpoint_every=null") / "hf"
-    more = ("model.config=null", f"model.path={base}", "train.steps=4", "train.lora={rank: 3}")
-    more = (*more, "train.learning_rate=0.05")
+    given = ("model.config=null", f"model.path={base}", "train.steps=4")
+    more = (*given, "train.lora={rank: 3}", "train.learning_rate=0.05")
     run = train(pool, tmp_path / "straight", *more)
     assert losses(run)[-1] < losses(run)[0]
     merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
