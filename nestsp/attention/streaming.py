@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
+from nestsp.attention.place import Place
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
 from nestsp.schedule import Pass, Turn
 
@@ -39,6 +40,7 @@ class AttentionContext:
         recomputed_layers: Layers that are recomputed in backward.
         stash: What layers keep for their recompute; by layer, then level.
         timed: Entered around each of a layer's two nodes, in each pass; measures them.
+        place: Is told of every turn.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class AttentionContext:
         kernel: Kernel,
         recomputed_layers: frozenset[int],
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        place: Place | None = None,
     ) -> None:
         self.groups = groups
         self.turns = turns
         self.kernel = kernel
         self.recomputed_layers = recomputed_layers
         self.timed = timed
+        self.place = place or Place()
         self.stash: dict[int, dict[int, Kept]] = {}
 
 
@@ -109,6 +113,7 @@ class _Driver:
         q, k, v = self.inputs
         work = self.context.groups
         self.forward = _Run(
+            self._enter(self.which),
             self.context.turns[self.which],
             lambda level: forward_phases(
                 work[level],
@@ -146,12 +151,18 @@ class _Driver:
         by_level = dict(zip(sorted(work), saved, strict=True))
         num_kv_heads = self.shapes[1][1]
         self.backward = _Run(
+            self._enter(Pass.BACKWARD),
             self.context.turns[Pass.BACKWARD],
             lambda level: backward_phases(
                 work[level], self.kernel, self.scale, num_kv_heads, by_level.pop(level), dout[work[level].rows]
             ),
         )
         self.backward.open()
+
+    def _enter(self, which: Pass) -> Place:
+        place = self.context.place
+        place.layer, place.which, place.turn = self.layer, which, None
+        return place
 
     def finish_backward(self, like: Tensor) -> list[Tensor]:
         assert self.backward is not None
@@ -167,8 +178,10 @@ class _Driver:
 class _Run(Generic[Result]):
     """The groups' generators in one pass, advanced turn by turn."""
 
-    def __init__(self, turns: Sequence[Turn], begin: Callable[[int], Generator[None, None, Result]]) -> None:
-        self.turns, self.begin = turns, begin
+    def __init__(
+        self, place: Place, turns: Sequence[Turn], begin: Callable[[int], Generator[None, None, Result]]
+    ) -> None:
+        self.at, self.turns, self.begin = place, turns, begin
         self.place = 0
         self.running: dict[int, Generator[None, None, Result]] = {}
         self.done: dict[int, Result] = {}
@@ -187,6 +200,7 @@ class _Run(Generic[Result]):
 
     def _take(self, turn: Turn) -> None:
         self.place += 1
+        self.at.turn = turn
         if turn.number == 0:
             self.running[turn.level] = self.begin(turn.level)
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nestsp import errors
 from nestsp.cluster import Cluster
@@ -35,6 +36,9 @@ class World:
         device: Where this rank computes.
         backend: Names of the communication backends.
         control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
+        store: The launcher's key-value store, which needs no other rank to be awake; None if there is none.
+        job: The launcher's name for this job.
+        num_restarts: How often the launcher has started the job's ranks anew.
     """
 
     rank: int
@@ -43,6 +47,9 @@ class World:
     device: torch.device
     backend: str
     control: dist.ProcessGroup
+    store: Store | None = None
+    job: str = ""
+    num_restarts: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -176,4 +183,19 @@ def join_world(config: ClusterConfig) -> World:
             )
         )
     cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
-    return World(rank, local_rank, cluster, device, "nccl" if kind == "cuda" else "gloo", control)
+    # A connection of its own: the watchdog must not wait behind what hangs in another.
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
+    )
+    job, num_restarts = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return World(
+        rank,
+        local_rank,
+        cluster,
+        device,
+        "nccl" if kind == "cuda" else "gloo",
+        control,
+        PrefixStore(f"nestsp-{num_restarts}", store),
+        job,
+        int(num_restarts),
+    )

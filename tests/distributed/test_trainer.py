@@ -246,13 +246,21 @@ def test_a_truncated_checkpoint_is_refused(finished: Path, refuse: Refuse, tmp_p
     ("resume", "said"),
     [
         ("nowhere", "--resume is nowhere, but there is nothing there"),
-        ("auto", "there is no run tiny-<n> in 'runs'"),
         ("corpus.jsonl", "it holds no whole checkpoint"),
     ],
 )
 def test_a_place_without_a_checkpoint_is_refused(refuse: Refuse, tmp_path: Path, resume: str, said: str) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
     assert said in refuse("CheckpointError", resume=resume)
+
+
+def test_auto_begins_a_run_where_there_is_none_and_where_the_latest_has_no_checkpoint(
+    train: Train, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        train("train.steps=2", "train.export=false", "train.checkpoint_every=null", resume="auto")
+        assert len(losses(tmp_path / "runs" / f"tiny-{number}")) == 2
+        shutil.rmtree(tmp_path / "runs" / f"tiny-{number}" / "checkpoints")
 
 
 @pytest.mark.parametrize("where", ["corpus.jsonl/runs", "corpus.jsonl"])
