@@ -25,7 +25,7 @@ from nestsp.cost.work import sequence_work
 from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, NestspError, NumericsError
-from nestsp.execute.executor import Executor
+from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
@@ -37,6 +37,7 @@ from nestsp.train.export import export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import decide_limits
 from nestsp.train.metrics import SpeedMeter, StepMetrics
+from nestsp.train.numerics import trace_nonfinite
 from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.records import Records
 from nestsp.train.reports import RankReport, exchange_reports, peak_memory_bytes
@@ -278,11 +279,11 @@ class _Loop:
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if targets:
-            loss = _finite("loss", total_loss / targets, step)
+            loss = self._finite("loss", total_loss / targets, step, local)
             norm = update(
                 self.executor.root, self.optimizer, total_weight=targets, max_grad_norm=config.max_grad_norm, lr=lr
             )
-            _finite("gradient norm", norm, step)
+            self._finite("gradient norm", norm, step, local)
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
@@ -333,13 +334,15 @@ class _Loop:
             saved=self.saver.ended,
         )
 
-
-def _finite(what: str, value: float, step: int) -> float:
-    if not math.isfinite(value):
-        raise everywhere(  # both are sums over all ranks
-            NumericsError(
-                f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, so "
-                "lower train.learning_rate, or look at the step's samples, and resume from a checkpoint before it"
+    def _finite(self, what: str, value: float, step: int, local: LocalBatch) -> float:
+        if not math.isfinite(value):  # on all ranks alike: both are sums over all of them
+            self.executor.place.task = "looks for the number that is not finite"
+            where = trace_nonfinite(self.executor, local, self.world, self.folder, step)
+            raise everywhere(
+                NumericsError(
+                    f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, "
+                    "so lower train.learning_rate, or look at the step's samples, and resume from a checkpoint before "
+                    f"it; {where}"
+                )
             )
-        )
-    return value
+        return value

@@ -14,16 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, load_config
 from nestsp.errors import NestspError
+from nestsp.execute.executor import Executor
+from nestsp.model.adapter import decoder_layers
 from nestsp.train import trainer
+from nestsp.train.setup import build_executor
 from nestsp.train.world import World
 from tests.distributed.pool import RankPool
 from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write_corpus
@@ -278,7 +284,51 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: 
     assert refusal.kind == "NumericsError"
     assert refusal.said_once
     assert "of step 2 is nan, but it must be finite; no weight was changed by this step" in refusal.sentence
+    assert re.search(
+        r"; first seen on rank \d in microbatch 0, in .*; its inputs are in runs/tiny-1/nan-000002-\d.saf",
+        (refusal.sentence),
+    )
     assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def train_poisoned(rank: int, num_ranks: int, folder: Path, config: RunConfig, where: str) -> Refusal | None:
+    """Rank 2's layer 1 gives numbers that are none in step 3, which has two microbatches."""
+
+    def build(*args: Any, **kwargs: Any) -> Executor:
+        executor = build_executor(*args, **kwargs)
+
+        def poison(module: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
+            if rank != 2 or executor.place.step != 3 or executor.place.microbatch != 1:
+                return None
+            if where == "forward":
+                return hidden * torch.nan
+            hidden.register_hook(lambda gradient: gradient * torch.nan)
+            return None
+
+        decoder_layers(executor.root)[1].register_forward_hook(poison)
+        return executor
+
+    with patch.object(trainer, "build_executor", build):
+        return train_rank(rank, num_ranks, folder, config, None)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("forward", "the output of layer 1"), ("backward", "the gradient of layer 1's output")]
+)
+def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
+    pool: RankPool, tmp_path: Path, where: str, said: str
+) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null")
+    [refusal] = set(pool.run(train_poisoned, tmp_path, config, where, ranks=4))
+    assert refusal is not None
+    assert refusal.kind == "NumericsError"
+    path = "runs/tiny-1/nan-000003-2.safetensors"
+    assert refusal.sentence.endswith(f"; first seen on rank 2 in microbatch 1, in {said}; its inputs are in {path}")
+    saved = safetensors.torch.load_file(tmp_path / path)
+    assert {"ids", "positions", "targets", "weights"} <= saved.keys()
+    if where == "forward":
+        assert saved["layer_input"].shape == (1, len(saved["ids"]), 32)
 
 
 # --- What a run is, whatever the ranks -----------------------------------------------------------

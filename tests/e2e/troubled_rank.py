@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from nestsp.cli.main import main
 from nestsp.train import checkpoint, trainer
+from nestsp.train.update import update
 
 
 def troubled(function: Callable[..., Any], number: int, trouble: Callable[[], None]) -> Callable[..., Any]:
@@ -54,5 +55,5 @@ if __name__ == "__main__":
             main()
     else:
         trouble = {"die": die, "sleep": sleep_for_ever}[kind]
-        with patch.object(trainer, "update", troubled(trainer.update, int(number), trouble)):
+        with patch.object(trainer, "update", troubled(update, int(number), trouble)):
             main()
