@@ -252,6 +252,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"the config is {path}, but there is no such file; give the path of a run's YAML") from None
+    except IsADirectoryError:
+        raise ConfigError(f"the config is {path}, but that is a folder; give the path of a run's YAML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config {path} cannot be read: {error}") from None
     return parse_config(text, overrides, source=str(path))

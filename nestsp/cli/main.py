@@ -321,7 +321,7 @@ def _launch(settings: RunConfig) -> None:
         from nestsp.train.world import default_num_ranks
 
         num_ranks = default_num_ranks(settings.cluster)
-    with Screen().progress("tokenising", None) as bar:
+    with Screen().progress("tokenising", None, lines=True) as bar:
         prepare_data(settings, Cluster(1, num_ranks), shape, bar.set)
 
     from nestsp.train.launch import launch_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def run_banner(
     cap, cost = task.max_tokens_per_rank, task.cost()
     chosen = " (chosen over a sample of batches)" if config.planner.degree is None else ""
     degree = "" if task.degree is None else f", degree {task.degree}{chosen}"
+    cores = os.cpu_count() or 1
+    crowded = world.device.type == "cpu" and world.cluster.ranks_per_host > 2 * cores
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
@@ -46,6 +49,7 @@ def run_banner(
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
+                *([f"more ranks than this host's {cores} cores, so they take turns"] if crowded else []),
                 f"FSDP2 over all ranks; layers are {'recomputed' if executor.recompute else 'kept'} in backward",
             ],
         ),

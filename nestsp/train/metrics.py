@@ -45,6 +45,7 @@ class StepMetrics:
         planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
         wait_s: Seconds that this rank waited for its plan.
+        save_s: Seconds that this rank waited for checkpoints since the step before.
         load_s: Seconds that the slowest rank read its tokens; part of ``step_s``.
         peak_memory_bytes: The most that any rank has held so far: of a GPU what tensors took, of a CPU all.
         peak_memory_rank: That rank.
@@ -72,6 +73,7 @@ class StepMetrics:
     planning_s: float
     attention_s: float
     wait_s: float
+    save_s: float
     load_s: float
     peak_memory_bytes: int
     peak_memory_rank: int

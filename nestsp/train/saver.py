@@ -7,6 +7,7 @@ by its own clock; the trainer asks for it at a step's end that all ranks have ag
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,6 @@ class Saver:
 
     Attributes:
         checkpoint: The last one that is known to be whole.
-        step: The last step that a save was begun of.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Saver:
         self._staging = Staging() if background else None
         self._thread = ThreadPoolExecutor(1, "saver", self._enter_thread) if background else None
         self._running: Future[Path] | None = None
+        self._wait_s = 0.0
         self.checkpoint: Path | None = None
-        self.step: int | None = None
 
     def begin(self, progress: Progress) -> None:
         """Save a step; in the background, return once the state is copied and the save before it has ended.
@@ -62,12 +62,13 @@ class Saver:
             CheckpointError: This save, or in the background the one before it, failed; on every rank.
         """
         self.finish()
-        self.step = progress.step
+        begun = time.perf_counter()
         state = run_state(self._root, self._optimizer, progress)
         if self._thread is None or self._staging is None:
             self.checkpoint = self._save(state)
         else:
             self._running = self._thread.submit(self._save, self._staging.copy(state))
+        self._wait_s += time.perf_counter() - begun
 
     @property
     def ended(self) -> bool:
@@ -81,8 +82,15 @@ class Saver:
             CheckpointError: It failed; on every rank.
         """
         if self._running is not None:
+            begun = time.perf_counter()
             running, self._running = self._running, None
             self.checkpoint = running.result()
+            self._wait_s += time.perf_counter() - begun
+
+    def take_wait_s(self) -> float:
+        """Seconds that training has waited for saves since the last call."""
+        waited_s, self._wait_s = self._wait_s, 0.0
+        return waited_s
 
     def close(self) -> None:
         """End the thread; no save may be under way."""

@@ -137,7 +137,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
 
 def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -> Prepared:
     """`prepare`, with a bar while the token store is built. Several ranks may call it at once; one of them builds."""
-    with screen.progress("tokenising", None) as bar:
+    with screen.progress("tokenising", None, lines=True) as bar:
         return prepare(config, cluster, bar.set)
 
 
@@ -313,6 +313,7 @@ class _Loop:
             planning_s=planned.planning_s,
             attention_s=sum(report.attention_s for report in reports) / len(reports),
             wait_s=start - before_plan,
+            save_s=self.saver.take_wait_s(),
             load_s=max(report.load_s for report in reports),
             peak_memory_bytes=int(reports[fullest].peak_memory_bytes),
             peak_memory_rank=fullest,

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -28,9 +29,13 @@ from nestsp.train.world import World
 
 __all__ = ["Watchdog"]
 
+T = TypeVar("T")
+
 _LOOK_EVERY_S = 0.25
 # Seconds in which every rank that is awake has answered.
 _ANSWER_S = 3.0
+# A healthy store answers in milliseconds; one whose host has vanished never does.
+_STORE_S = 2.0
 # What a rank that was told to end has for the rest of its step: so much, and twice the longest step it has seen.
 _END_S = 5.0
 
@@ -47,6 +52,7 @@ class Watchdog:
 
     def __init__(self, world: World, place: Place, requests: Requests, stall_s: float | None) -> None:
         self._world, self._place, self._requests, self._stall_s = world, place, requests, stall_s
+        self._store = world.store
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._resting = False
@@ -108,36 +114,40 @@ class Watchdog:
             return True
         # A rank that moves is not asked: it will wait for the one that does not before long.
         waits = self._resting or stood_s > min(1.0, self._stall_s)
-        return waits and self._world.store is not None and self._someone_asks(self._world.store)
+        return waits and self._store is not None and self._someone_asks(self._store)
 
     def _someone_asks(self, store: Store) -> bool:
-        try:
-            return bool(store.check(["stalled"]))
-        except Exception:  # the store is gone, and the launcher with it; the collectives will say so
-            return False
+        asked = _within(_STORE_S, lambda: bool(store.check(["stalled"])))
+        if asked is None:  # the store is gone, or the host that has it: from now on this rank sees for itself
+            self._store = None
+        return bool(asked)
 
     def _tell_and_leave(self, now: float) -> None:
-        stood_s = now - self._moved_at
-        mine = f"{self._place}; {self._where()}; no move for {stood_s:.0f} s"
-        store, rank = self._world.store, self._world.rank
+        mine = f"{self._place}; {self._where()}; no move for {now - self._moved_at:.0f} s"
+        rank, num_ranks = self._world.rank, self._world.cluster.num_ranks
         speaks, places = True, {rank: mine}
+        store = self._store
         if store is not None:
-            try:
+
+            def ask() -> bool:
                 store.set("stalled", "1")
                 store.set(f"place-{rank}", mine)
-                speaks = store.add("speaker", 1) == 1
+                return bool(store.add("speaker", 1) == 1)
+
+            def collect() -> dict[int, str]:
+                there = [other for other in range(num_ranks) if store.check([f"place-{other}"])]
+                return {other: store.get(f"place-{other}").decode() for other in there}
+
+            answer = _within(_STORE_S, ask)
+            speaks = answer is not False
+            if answer:
                 time.sleep(_ANSWER_S)
-                if speaks:
-                    for other in range(self._world.cluster.num_ranks):
-                        if other != rank and store.check([f"place-{other}"]):
-                            places[other] = store.get(f"place-{other}").decode()
-            except Exception:
-                speaks = True
+                places |= _within(_STORE_S, collect) or {}
         if speaks:
             print(self._report(places), file=sys.stderr, flush=True)
-            time.sleep(1.0)
+            time.sleep(1.0)  # the launcher ends all ranks once one has left; those that answer shall not be cut short
         else:
-            time.sleep(_ANSWER_S)  # the launcher ends all once one has left
+            time.sleep(_ANSWER_S + _STORE_S + 1.0)
         os._exit(EXIT_SAID)
 
     def _report(self, places: dict[int, str]) -> str:
@@ -161,3 +171,17 @@ class Watchdog:
         return "in " + " ← ".join(
             f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in reversed(list(entries))
         )
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What a call gives, or None if it fails or takes longer: then it is left to itself."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

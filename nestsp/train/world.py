@@ -170,7 +170,20 @@ def join_world(config: ClusterConfig) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's store outlives its ranks, and what the ranks before a restart left in it would mislead these: gloo
+        # would wait for ports that are gone.
+        store = PrefixStore(f"nestsp-{num_restarts}", _connect(timeout))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank if store is not None else -1,
+        world_size=num_ranks if store is not None else -1,
+        timeout=timeout,
+        device_id=device if kind == "cuda" else None,
+    )
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     numbers: list[Any] = [None] * num_ranks
@@ -183,11 +196,6 @@ def join_world(config: ClusterConfig) -> World:
             )
         )
     cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
-    # A connection of its own: the watchdog must not wait behind what hangs in another.
-    store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
-    )
-    job, num_restarts = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return World(
         rank,
         local_rank,
@@ -195,7 +203,13 @@ def join_world(config: ClusterConfig) -> World:
         device,
         "nccl" if kind == "cuda" else "gloo",
         control,
-        PrefixStore(f"nestsp-{num_restarts}", store),
-        job,
-        int(num_restarts),
+        # A connection of its own: the watchdog must not wait behind what hangs in another.
+        PrefixStore(f"nestsp-watchdog-{num_restarts}", _connect(timedelta(seconds=10))),
+        os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        num_restarts,
     )
+
+
+def _connect(timeout: timedelta) -> Store:
+    """A new connection to the launcher's store, or to rank 0's where the launcher has none."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

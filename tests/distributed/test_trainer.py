@@ -6,6 +6,7 @@ Only joining the job is replaced: the pool's ranks have joined theirs. Commands 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nestsp.cli.export import export_checkpoint
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, load_config
-from nestsp.errors import NestspError
+from nestsp.errors import CheckpointError, ConfigError, NestspError
 from nestsp.execute.executor import Executor
 from nestsp.model.adapter import decoder_layers
 from nestsp.train import trainer
@@ -163,13 +165,51 @@ def test_a_step_that_was_run_but_not_saved_is_run_again_and_told_once(
     assert read_lines(run / "plans.jsonl") == read_lines(finished / "runs" / "tiny-1" / "plans.jsonl")
 
 
-def test_resuming_on_fewer_ranks_gives_the_same_losses_up_to_rounding(
-    finished: Path, train: Train, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "ranks", "overrides"),
+    [
+        (4, 2, ("planner.max_tokens_per_rank=100",)),
+        (7, 3, ("planner.name=basp", "train.save_in_background=false")),
+        (1, 4, ("planner.name=static", "planner.degree=4", "train.keep_checkpoints=1")),
+    ],
+)
+def test_resuming_on_other_ranks_or_by_another_planner_takes_the_same_samples_and_gives_the_same_losses(
+    finished: Path, train: Train, tmp_path: Path, step: int, ranks: int, overrides: tuple[str, ...]
 ) -> None:
-    run = stop_at(finished, tmp_path, 4)
-    train("cluster.ranks=2", "planner.max_tokens_per_rank=100", resume="auto", ranks=2)
-    assert losses(run)[:4] == losses(finished / "runs" / "tiny-1")[:4]
-    assert losses(run) == pytest.approx(losses(finished / "runs" / "tiny-1"), abs=ROUNDING)
+    """G3, G5, G8: up to rounding; also in the second epoch."""
+    run, straight = stop_at(finished, tmp_path, step), finished / "runs" / "tiny-1"
+    train(f"cluster.ranks={ranks}", *overrides, resume="auto", ranks=ranks)
+    assert losses(run)[:step] == losses(straight)[:step]
+    assert losses(run) == pytest.approx(losses(straight), abs=ROUNDING)
+    assert [plan.batch for plan in read_plans(run)] == [plan.batch for plan in read_plans(straight)]
+    if "train.keep_checkpoints=1" in overrides:
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000009"]
+
+
+def test_a_checkpoint_is_exported_without_its_run_as_the_run_exports_it(finished: Path, tmp_path: Path) -> None:
+    run = finished / "runs" / "tiny-1"
+    copy = shutil.copytree(run / "checkpoints" / "step-000009", tmp_path / "copy")
+    export_checkpoint(copy, tmp_path / "out", "float32", None)
+    assert contents(tmp_path / "out") == contents(run / "hf")
+    export_checkpoint(run, tmp_path / "half", "bfloat16", None)
+    half = safetensors.torch.load_file(tmp_path / "half" / "model.safetensors")
+    for name, tensor in safetensors.torch.load_file(run / "hf" / "model.safetensors").items():
+        assert torch.equal(half[name], tensor.to(torch.bfloat16))
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_export_refuses_what_it_cannot_read_or_would_replace(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished / "runs" / "tiny-1" / "checkpoints" / "step-000009", tmp_path / "copy")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is there and is no exported model"):
+        export_checkpoint(copy, tmp_path / "notes", "float32", None)
+    with pytest.raises(ConfigError, match="--dtype is 'int8', but it must be float32 or bfloat16"):
+        export_checkpoint(copy, tmp_path / "out", "int8", None)
+    (copy / "model.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.json has 2 bytes, but"):
+        export_checkpoint(copy, tmp_path / "out", "float32", None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_an_older_checkpoint_a_new_run_begins_and_the_first_stays_as_it_was(

@@ -20,6 +20,7 @@ from tests.e2e.commands import (
     is_running,
     planning_process,
     ranks_of,
+    refusal,
     run,
     started,
     wait_until,
@@ -115,6 +116,8 @@ def test_a_signal_saves_and_goes_on_and_a_file_saves_and_ends(tmp_path: Path) ->
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "two steps")
         os.kill(process.pid, signal.SIGUSR1)
         wait_until(lambda: len(saved()) == 1, "a checkpoint that the launcher was asked for")
+        second = run(tmp_path, "train", "tiny.yaml", *TWO_RANKS, *FOR_EVER, "--resume", "auto")
+        assert "the run's folder is runs/tiny-1, but another job is training in it" in refusal(second)
         os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
         wait_until(lambda: len(saved()) == 2, "one that a rank was asked for")
         (run_folder / "stop").touch()
