@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from nestsp.errors import CheckpointError, ConfigError
 from nestsp.train.checkpoint import find_checkpoint, read_model
 from nestsp.train.console import Screen
-from nestsp.train.export import write_hugging_face
+from nestsp.train.export import refuse_to_replace, write_hugging_face
 
 __all__ = ["export_checkpoint"]
 
@@ -31,6 +31,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype is {dtype!r}, but it must be {' or '.join(_DTYPES)}; choose one")
+    refuse_to_replace(out)
     found = find_checkpoint(checkpoint)
     screen = Screen()
     with screen.progress("exporting", None):

@@ -28,6 +28,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -747,7 +748,8 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert isinstance(entry, TensorStorageMetadata)
         if name.startswith(prefix):
             tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _one_sentence(f"{path} could not be read", _ANOTHER):
+    with _one_sentence(f"{path} could not be read", _ANOTHER), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it is meant
         dcp_load(tensors, storage_reader=_Reader(path, metadata), no_dist=True)
     config = json.loads((path / _MODEL).read_text(encoding="utf-8"))
     return config, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

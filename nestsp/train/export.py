@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from nestsp.errors import CheckpointError
 from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
 
-__all__ = ["export_hugging_face", "write_hugging_face"]
+__all__ = ["export_hugging_face", "refuse_to_replace", "write_hugging_face"]
 
 # What a tokenizer's folder may hold of it (Transformers 5).
 _TOKENIZER_FILES = (
@@ -113,11 +113,20 @@ def write_hugging_face(
         raise
 
 
-def _prepare(folder: Path) -> Path:
+def refuse_to_replace(folder: Path) -> None:
+    """Refuse a place where there is something else than an export.
+
+    Raises:
+        CheckpointError: There is.
+    """
     if folder.exists() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is there and is no exported model, but an export would replace it; give another folder"
         )
+
+
+def _prepare(folder: Path) -> Path:
+    refuse_to_replace(folder)
     return prepare_folder(folder)
 
 

@@ -167,9 +167,9 @@ class Watchdog:
             return "no code is running"
         stack = traceback.extract_stack(frame)
         ours = [entry for entry in stack if f"{os.sep}nestsp{os.sep}" in entry.filename]
-        entries = dict.fromkeys([*ours[-1:], *stack[-1:]])
+        entries = [stack[-1], *(ours[-1:] if ours[-1:] != stack[-1:] else [])]
         return "in " + " ← ".join(
-            f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in reversed(list(entries))
+            f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in entries
         )
 
 
