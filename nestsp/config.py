@@ -162,6 +162,12 @@ class PlannerConfig(_Section):
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
+    attention: Literal["auto", "ulysses", "ring", "hybrid"] = Field(
+        "auto",
+        description="how groups attend: auto (for each group what the cost profile says is faster), ulysses, ring, or "
+        "hybrid (a ring of ulysses members; groups of a prime number of ranks are ulysses). Models with sliding "
+        "windows run as ulysses alone",
+    )
     streaming: bool = Field(
         True,
         description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "

@@ -18,9 +18,12 @@ from nestsp.cluster import Group, GroupTree, share
 from nestsp.errors import ConfigError, DataError, InfeasibleError, PlanError
 from nestsp.units import format_count, plural
 
-__all__ = ["Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
+__all__ = ["AttentionKind", "Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
 
 Keep = Literal["none", "output"]
+AttentionKind = Literal["auto", "ulysses", "ring", "hybrid"]
+"""What a run may want of its groups; see `Placement.ring_degree`."""
+
 _FORMAT = 1
 
 
