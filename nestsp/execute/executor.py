@@ -25,7 +25,7 @@ from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local,
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
-from nestsp.shape import ModelShape, head_shares
+from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import GroupShard, rank_spans
 
 __all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
@@ -141,6 +141,7 @@ class Executor:
         Returns:
             The negative log-likelihoods [T] of each microbatch's targets on this rank.
         """
+        self.timer.clear()
         found = []
         for microbatch in batch.microbatches:
             microbatch.attention.stash.clear()
@@ -169,6 +170,7 @@ class Executor:
         ring, segments = None, Segments.of(shard.lengths, self.device)
         if ring_degree > 1:
             ring, segments = make_ring(shard.chunk_edges, place, self.device)
+        heads = head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside)
         return GroupWork(
             level=group.level,
             link=self.links.get(group.level),
@@ -176,9 +178,10 @@ class Executor:
             sizes=shard.sizes[place * num_inside : (place + 1) * num_inside],
             rows=slice(shard.offset, shard.offset + shard.num_tokens),
             segments=segments,
-            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside),
+            heads=heads,
             keep=shard.placement.keep,
             ring=ring,
+            slices=head_slices(heads, shard.placement.num_slices) if shard.placement.num_slices > 1 else (),
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
