@@ -56,8 +56,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# What a turn costs depends on: level, ring degree, keep.
-Chain = tuple[int, int, Keep]
+# What a turn costs depends on: level, ring degree, slices, keep.
+Chain = tuple[int, int, int, Keep]
 Track = Literal["computation", "host links", "network"]
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
@@ -392,7 +392,7 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
     tree, shape = plan.tree, cost.shape
     local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))
-    alike: dict[Chain, tuple[list[int], list[int]]] = {}
+    alike: dict[tuple[int, int, Keep], tuple[list[int], list[int]]] = {}
     for placement in plan.microbatches[number].placements:
         group = placement.group
         firsts, totals = alike.setdefault((group.level, placement.ring_degree, placement.keep), ([], []))
@@ -415,14 +415,14 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
-    """The turns of one layer and pass with their costs; groups that differ in ring or keep are apart."""
+    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart."""
     turns_of: dict[Chain, _Turns] = {}
     moves = []
     for step in schedule.steps(number, which):
         level, degree = step.turn.level, cost.tree.degree(step.turn.level)
         alike: dict[Chain, list[int]] = {}
         for placement in step.placements:
-            chain: Chain = (level, placement.ring_degree, placement.keep)
+            chain: Chain = (level, placement.ring_degree, placement.num_slices, placement.keep)
             alike.setdefault(chain, []).append(placement.group.first_rank // degree)
             if chain not in turns_of:
                 turns_of[chain] = _Turns.of(placement, which, cost)
@@ -438,7 +438,7 @@ class _Turns:
 
     Attributes:
         exchanges: The communications, in order.
-        heads: float64 [degree], query heads of each member.
+        heads: float64 [degree], query heads of each member, in one slice.
         widths: float64 [degree], of the two all-to-alls: bytes per token that each member works for.
     """
 
@@ -446,6 +446,7 @@ class _Turns:
     cost: CostModel
     degree: int
     ring_degree: int
+    num_slices: int
     keep: Keep
     exchanges: tuple[LinkTime, ...]
     heads: Floats
@@ -454,29 +455,33 @@ class _Turns:
     @classmethod
     def of(cls, placement: Placement, which: Pass, cost: CostModel) -> _Turns:
         group, ring, kept = placement.group, placement.ring_degree, placement.keep == "output"
+        slices = placement.num_slices
         if which is Pass.BACKWARD:
-            exchanges = cost.comm.backward(group.level, ring, kept=kept)
+            exchanges = cost.comm.backward(group.level, ring, slices, kept=kept)
             payloads = (BACKWARD_IN_KEPT if kept else BACKWARD_IN, BACKWARD_OUT)
         else:
-            exchanges = cost.comm.forward(group.level, ring) if num_exchanges(placement, which) else ()
+            exchanges = cost.comm.forward(group.level, ring, slices) if num_exchanges(placement, which) else ()
             payloads = (FORWARD_IN, FORWARD_OUT)
         assert len(exchanges) == num_exchanges(placement, which)
-        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads
-        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, payloads)
+        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads / slices
+        return cls(which, cost, group.degree, ring, slices, placement.keep, exchanges, heads, payloads)
 
     def move(self, number: int, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
         """One turn of some groups.
 
         A ring's turns each see one block of keys: they pass it on, then compute with it. Backward, the turn of the last
         block passes on the gradients of the one before, if there is one between. An all-to-all is packed before it is
-        issued, and unpacked in the turn that waited for it.
+        issued, and unpacked in the turn that waited for it. A slice is attended to while the next is on the wire.
         """
         level, last = chain[0], len(self.exchanges)
         inner = self.degree // self.ring_degree
         around = range(1, last) if inner > 1 else range(last + 1)  # the turns that compute, or pass on, around the ring
         tokens = sizes.tokens[level][groups]
         before, after = np.zeros((len(groups), self.degree)), None
-        if number in around:
+        if self.num_slices > 1 and last:
+            before = self._packed_s(tokens, number) + self._unpacked_s(tokens, number - 1)
+            after = self._attention_s(level, groups, sizes) if 1 <= number <= self.num_slices else None
+        elif number in around:
             attention = self._attention_s(level, groups, sizes)
             if self.ring_degree == 1:
                 before = attention
@@ -485,7 +490,7 @@ class _Turns:
                 is_last = number - around.start == self.ring_degree - 1
                 passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
-        if last and inner > 1:
+        if last and inner > 1 and self.num_slices == 1:
             if number == 0:
                 before = before + self._copy_s(tokens, self.payloads[0], at_heads=False)
             elif number == 1:
@@ -507,6 +512,23 @@ class _Turns:
             network=exchange is not None and exchange.network,
         )
 
+    def _packed_s(self, tokens: Floats, number: int) -> Floats:
+        """What it takes to pack one exchange of slices: one slice that is brought, one that goes home."""
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=False) + self._copy_s(tokens, leaving, at_heads=True)
+
+    def _unpacked_s(self, tokens: Floats, number: int) -> Floats:
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=True) + self._copy_s(tokens, leaving, at_heads=False)
+
+    def _of_slices(self, number: int) -> tuple[Payload, Payload]:
+        coming, leaving = self.payloads
+        last = self.num_slices - 1
+        return (
+            coming.slice(number, self.num_slices, kv_with=0),
+            leaving.slice(number - 2, self.num_slices, kv_with=last),
+        )
+
     def _attention_s(self, level: int, groups: Ints, sizes: _LevelSizes) -> Floats:
         if self.which is Pass.RECOMPUTE and self.keep == "output":
             return np.zeros((len(groups), self.degree))
@@ -518,6 +540,8 @@ class _Turns:
 
     def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
         shape, compute = self.cost.shape, self.cost.compute
+        if payload.query == payload.kv == 0:
+            return np.zeros((len(tokens), self.degree))
         if at_heads:
             inner = self.degree // self.ring_degree
             per_token = np.tile(member_widths(shape, payload, inner), self.ring_degree) / self.ring_degree

@@ -16,7 +16,7 @@ from nestsp.known_models import known_model
 from nestsp.plan import AttentionKind, Capabilities, Plan
 from nestsp.planners import PLANNERS, make_planner
 from nestsp.planners.ground import cost_ground
-from nestsp.planners.kinds import alone_s, choose_kinds, ring_degrees, with_kinds
+from nestsp.planners.kinds import alone_s, choose_kinds, kinds_of, with_kinds
 from nestsp.planners.task import PlanningTask
 from nestsp.schedule import make_schedule
 from nestsp.shape import ModelShape
@@ -37,18 +37,18 @@ def on_all_ranks(cost: CostModel, length: int) -> Plan:
 
 @pytest.mark.parametrize(("num_ranks", "rate"), [(8, 450e9), (8, 5e9), (6, 50e9), (2, 20e9), (3, 20e9)])
 def test_a_groups_price_is_what_the_simulator_says_of_it_alone(num_ranks: int, rate: float) -> None:
-    """For every ring degree, on fast and slow links. Packing costs nothing here, and there is little to gather."""
+    """For every kind, on fast and slow links. Packing costs nothing here, and there is little to gather."""
     shape = dataclasses.replace(SHAPE, hidden_size=8, intermediate_size=8, vocab_size=8)
     free = {"memory_bytes_per_s": 1e30, "launch_s": 0.0, "host_latency_s": 0.0, "peer_latency_s": 0.0}
     cost = model(1, num_ranks, shape, host_bytes_per_s=rate, **free)
     plan, times, prices = on_all_ranks(cost, 400_000), [], []
-    for ring in ring_degrees(num_ranks, "auto"):
+    for kind in kinds_of(num_ranks, shape.num_heads, "auto"):
         (placement,) = plan.microbatches[0].placements
-        placed = dataclasses.replace(placement, ring_degree=ring)
+        placed = dataclasses.replace(placement, ring_degree=kind.ring_degree, num_slices=kind.num_slices)
         microbatch = dataclasses.replace(plan.microbatches[0], placements=(placed,))
         timeline = simulate(make_schedule(dataclasses.replace(plan, microbatches=(microbatch,))), cost)
         times.append(timeline.makespan_s)
-        prices.append(SHAPE.num_layers * alone_s(0, ring, [400_000], cost))
+        prices.append(SHAPE.num_layers * alone_s(0, kind, [400_000], cost))
     for time_s, price in zip(times, prices, strict=True):
         assert time_s - times[0] == pytest.approx(price - prices[0], abs=1e-5 * times[0])
     assert max(prices) > 1.001 * min(prices)
