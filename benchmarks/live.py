@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known = [tensor.untyped_storage() for tensor in known]  # held, so that their names stay theirs
         self._alive = {id(storage) for storage in self._known}
