@@ -390,8 +390,8 @@ class _LevelSizes:
 
 def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
-    tree, shape = plan.tree, cost.shape
-    local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))
+    tree = plan.tree
+    local, kept, operands, in_flight = (np.zeros(tree.num_ranks) for _ in range(4))
     alike: dict[tuple[int, int, Keep], tuple[list[int], list[int]]] = {}
     for placement in plan.microbatches[number].placements:
         group = placement.group
@@ -406,12 +406,9 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
         local[ranks] += shares
         if keep == "output":
             kept[ranks] += shares
-        inner = degree // ring_degree
-        if inner > 1:
-            query = member_widths(shape, Payload(1, 0), inner) / shape.query_width
-            keys = member_widths(shape, Payload(0, 1), inner) / shape.kv_width
-            exchanged[ranks] += np.tile(np.maximum(query, keys), ring_degree) * tokens / ring_degree
-    return RankTokens(local, exchanged, kept)
+        operands[ranks] += cost.memory.operand_bytes(tokens, degree, ring_degree, kept=keep == "output")
+        in_flight[ranks] += cost.memory.in_flight_bytes(tokens, degree, ring_degree, kept=keep == "output")
+    return RankTokens(local, kept, operands, in_flight)
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:

@@ -9,13 +9,14 @@ member sends or receives.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nestsp.cluster import Cluster, GroupTree, share_sizes
+from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape, head_shares
 
@@ -234,22 +235,21 @@ def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArr
 
 
 def ulysses_bytes(
-    shape: ModelShape, payload: Payload, tokens: int, degree: int, *, element_bytes: int = 2
+    shape: ModelShape, payload: Payload, sizes: Sequence[int], *, element_bytes: int = 2
 ) -> npt.NDArray[np.int64]:
     """Bytes of one all-to-all from tokens to heads, exactly; its transpose is the one back.
 
     Args:
         shape: The model.
         payload: What is carried for each token.
-        tokens: Of the group's stream.
-        degree: Members.
+        sizes: Tokens that each member holds.
         element_bytes: Of one number.
 
     Returns:
         int64 [degree, degree], from member (row) to member (column); what a member keeps is on the diagonal.
     """
-    sizes = np.array(share_sizes(tokens, degree), dtype=np.int64)
-    sent: npt.NDArray[np.int64] = sizes[:, None] * member_widths(shape, payload, degree)[None, :] * element_bytes
+    widths = member_widths(shape, payload, len(sizes)) * element_bytes
+    sent: npt.NDArray[np.int64] = np.array(sizes, dtype=np.int64)[:, None] * widths[None, :]
     return sent
 
 
