@@ -59,7 +59,7 @@ def choose_kinds(judged: Judged, ground: Ground, cost: CostModel, wanted: Attent
     if placed == judged.plan:
         return judged
     plan = ground.finish(placed)
-    other = Judged(plan, ground.evaluate(plan))
+    other = Judged(plan, ground.evaluate(plan).makespan_s)
     if wanted in ("auto", "ulysses"):
         return min(judged, other, key=lambda j: j.makespan_s)
     if math.isinf(other.makespan_s):

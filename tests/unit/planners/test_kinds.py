@@ -50,7 +50,7 @@ def test_a_groups_price_is_what_the_simulator_says_of_it_alone(num_ranks: int, r
         times.append(timeline.makespan_s)
         prices.append(SHAPE.num_layers * alone_s(0, kind, [400_000], cost))
     for time_s, price in zip(times, prices, strict=True):
-        assert time_s - times[0] == pytest.approx(price - prices[0], abs=1e-5 * times[0])
+        assert time_s - times[0] == pytest.approx(price - prices[0], abs=1e-4 * times[0])  # gathers
     assert max(prices) > 1.001 * min(prices)
 
 
@@ -139,6 +139,7 @@ def test_a_kind_that_is_set_and_does_not_fit_is_refused_by_name() -> None:
     cost = model(1, 4)
     ground = cost_ground(cost)
     judged = make_planner("nsp", ground).judge(SequenceBatch.of_lengths([50_000, 700]))
-    tight = dataclasses.replace(ground, evaluate=lambda plan: float("inf"))
+    full = dataclasses.replace(ground.evaluate(judged.plan), makespan_s=float("inf"))
+    tight = dataclasses.replace(ground, evaluate=lambda plan: full)
     with pytest.raises(InfeasibleError, match=r"planner\.attention is ring, but as such the batch's groups do not fit"):
         choose_kinds(judged, tight, cost, "ring")
