@@ -7,7 +7,7 @@ skipped one would hang the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nestsp.attention.local import Kernel, Segments
+from nestsp.attention.place import Place
 from nestsp.attention.ring import make_ring
 from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
@@ -59,6 +60,7 @@ class Executor:
         kernel: The attention kernel.
         timer: Times the turns of attention in the last run.
         streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
+        place: Where this rank is in its step.
     """
 
     root: nn.Module
@@ -69,6 +71,7 @@ class Executor:
     kernel: Kernel
     timer: AttentionTimer
     streaming: bool = True
+    place: Place = field(default_factory=Place)
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -120,7 +123,8 @@ class Executor:
         """
         self.timer.clear()
         total: Tensor | None = None
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches):
+            self.place.enter(number)
             microbatch.attention.stash.clear()  # what a run that failed may have left
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
@@ -192,4 +196,5 @@ class Executor:
             self.kernel,
             frozenset(range(self.shape.num_layers - kept)),
             self.timer.of(microbatch),
+            self.place,
         )
