@@ -73,12 +73,12 @@ def make_executor(config: RunConfig, tree: GroupTree, rank: int) -> Executor:
     model = model_config(config.model.config)
     shape = model_shape(model)
     root = LossRoot(build_model(model, seed=0), config.train.loss_slice_tokens)
-    install_layer_runner(root.model, recompute=config.train.recompute)
+    install_layer_runner(root.model)
     mesh = init_device_mesh("cpu", (tree.num_ranks,))
     shard_root(root, mesh, compute_dtype=torch.float32, reduce_dtype=torch.float32)
     links = make_links(tree, rank, device, ranks_per_host=tree.num_ranks, timeout=timedelta(seconds=120))
     kernel = choose_kernel(device, torch.float32, shape.head_dim)
-    return Executor(root, shape, links, rank, device, kernel, config.train.recompute, AttentionTimer(device))
+    return Executor(root, shape, links, rank, device, kernel, AttentionTimer(device))
 
 
 def where() -> str:

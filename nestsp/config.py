@@ -162,6 +162,17 @@ class PlannerConfig(_Section):
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
+    attention: Literal["auto", "ulysses", "ring", "hybrid"] = Field(
+        "auto",
+        description="how groups attend: auto (for each group what the cost profile says is faster), ulysses, ring, or "
+        "hybrid (a ring of ulysses members; groups of a prime number of ranks are ulysses). Models with sliding "
+        "windows run as ulysses alone",
+    )
+    streaming: bool = Field(
+        True,
+        description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
+        "one after the other, for comparison. Results are the same",
+    )
 
 
 class TrainConfig(_Section):
@@ -188,11 +199,20 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
-    recompute: bool = Field(True, description="recompute each layer in the backward pass instead of keeping it")
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="which layers are recomputed in the backward pass instead of kept: auto (as few as memory allows; "
+        "the planner decides for each microbatch), true (all) or false (none)",
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
     seed: NonNegativeInt = Field(0, description="of the initial weights and of all random numbers in training")
+    trace_steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
+        "`nestsp trace` merges them with the estimate. null for none",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
@@ -213,6 +233,15 @@ class TrainConfig(_Section):
     tensorboard: bool = Field(False, description="write the figures of each step for TensorBoard, too")
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> TrainConfig:
+        if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
+            raise ValueError(
+                f"train.trace_steps is {list(self.trace_steps)}, but the first step must not come after the last; "
+                "swap them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_duration(self) -> TrainConfig:
@@ -432,7 +461,7 @@ def _place(loc: Iterable[int | str]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return isinstance(part, str) and (part in ("int", "float", "str") or "[" in part)
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
 
 
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
-from nestsp.planners.ground import Ground, Prices
+from nestsp.planners.ground import Ground, Prices, Verdict
 
 __all__ = ["GPT_7B", "GPT_13B", "GPT_30B", "FlexSPModel", "communication_free_bound_s", "flexsp_ground"]
 
@@ -170,11 +170,12 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
     linear = [model.alpha2_ms_per_token / degree / 1e3 for degree in degrees]
     exchange = [float(model.all_to_all_ms(one, degree)[0]) / 1e3 for degree in degrees]
     square = tuple(model.alpha1_ms_per_token2 / degree / 1e3 for degree in degrees)
-    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square)
+    prices = Prices(tuple(a + b for a, b in zip(linear, exchange, strict=True)), square, np.square)
     return Ground(
         tree=tree,
         linear_s=tuple(linear),
         square_s=square,
+        squares=np.square,
         exchange_s=tuple(exchange),
         bytes_per_token=tuple(1.0 / degree for degree in degrees),
         free_bytes=model.tokens_per_rank,
@@ -182,6 +183,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         least_part=1.0,
         guesses=(prices,),
         floor=prices,
+        head_s=0.0,
         gathers_s=0.0,
         layer_s=0.0,
         layer_bytes=0.0,
@@ -190,7 +192,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         num_crossing=sum(degree > 8 for degree in degrees),
         check=lambda batch: _check(model, batch),
         finish=lambda plan: dataclasses.replace(plan),
-        evaluate=lambda plan: batch_time_s(model, plan),
+        evaluate=lambda plan: Verdict(batch_time_s(model, plan), sum(rank_times_s(model, plan))),
     )
 
 

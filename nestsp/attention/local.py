@@ -2,7 +2,8 @@
 
 Two forms: *causal*, of whole sequences on themselves, in a sliding window or not, and *block*, where the queries of
 each sequence see all of some other keys, of another number: what a ring's member does with the keys of another one. A
-block's backward takes the output and log-sum-exp over *all* blocks, and gives this block's part of the gradients.
+block's backward takes the output and log-sum-exp over *all* blocks, and gives this block's part of the gradients. Both
+may cap their scores softly. Attention sinks are no matter of kernels: see `nestsp.attention.merge`.
 
 Nothing here is differentiated by autograd: the groups' exchanges and kernels are interleaved in both directions, so
 each kernel's backward is called when its group's turn comes. All kernels return the log-sum-exp that their backward
@@ -70,8 +71,13 @@ class Kernel(Protocol):
 
     name: str
 
-    def windowed(self, window: int) -> Kernel:
-        """The same kernel with a sliding window: a causal query sees itself and the ``window - 1`` keys before it."""
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        """The kernel for layers of another kind.
+
+        Args:
+            window: A causal query sees itself and the ``window - 1`` keys before it; None for all keys.
+            softcap: Scores s become ``softcap · tanh(s / softcap)``; None leaves them.
+        """
         ...
 
     def forward(
@@ -121,16 +127,18 @@ class _Kernel:
 
     Args:
         window: Of the causal form; None sees all keys.
+        softcap: Of both forms; None leaves scores as they are.
     """
 
     name: str
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, softcap: float | None = None) -> None:
         self.window = window
+        self.softcap = softcap
 
-    def windowed(self, window: int) -> Kernel:
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
         """See `Kernel`."""
-        return type(self)(window)
+        return type(self)(window, softcap)
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, scale: float
@@ -200,10 +208,14 @@ class CpuFlash(_Kernel):
     """PyTorch's flash kernel for CPUs, one call a sequence. float64, float32, bfloat16, float16.
 
     Its causal mask aligns the first query with the first key, so it is only asked for square blocks under a mask. It
-    has no windows: where one cuts anything off, `MathKernel` runs instead.
+    has no windows and no soft cap: where a window cuts anything off, and under a cap, `MathKernel` runs instead.
     """
 
     name = "flash (PyTorch, CPU)"
+
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        """See `Kernel`."""
+        return CpuFlash(window) if softcap is None else MathKernel(window, softcap)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
@@ -255,10 +267,15 @@ class CpuFlash(_Kernel):
 class CudaFlash(_Kernel):
     """The flash kernel that PyTorch ships for GPUs, one call for all sequences.
 
-    bfloat16 and float16; head sizes that are multiples of 8, up to 256.
+    bfloat16 and float16; head sizes that are multiples of 8, up to 256. It has windows, but no soft cap: `MathKernel`
+    runs under one.
     """
 
     name = "flash (PyTorch, CUDA)"
+
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        """See `Kernel`."""
+        return CudaFlash(window) if softcap is None else MathKernel(window, softcap)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
@@ -320,14 +337,17 @@ class CudaFlash(_Kernel):
 
 
 class MathKernel(_Kernel):
-    """Plain softmax in blocks of queries, any device and dtype: for float32 and float64 on GPUs, where flash has none.
+    """Plain softmax in blocks of queries, any device and dtype: for what the flash kernels lack.
 
-    Memory: one block's scores, ``block × S × N`` elements of float32 (float64 for float64); with a window, S is at most
-    ``block + window - 1``.
+    Memory: one block's scores, block × S × N elements of float32 (float64 for float64), of which there are about four
+    at a time. A block has at most `block` queries, fewer where that would be more than `block_elements`, at least one.
+    With a window, S is at most ``block + window - 1``. Query heads of one key/value head are rows of one product, so
+    that keys and values are never repeated.
     """
 
     name = "math (PyTorch operators)"
     block = 512
+    block_elements = 1 << 24
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
@@ -335,11 +355,11 @@ class MathKernel(_Kernel):
         dtype = q.dtype
         q, k, v = (wide(x) for x in (q, k, v))
         out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
-        for rows, seen in self._blocks(queries, keys, causal):
-            scores = self._scores(q[rows], k[seen], causal, scale)
+        for rows, seen in self._blocks(q.shape[1], queries, keys, causal):
+            scores = self._hide(self._scores(q[rows], k[seen], scale), causal)
             part_lse = scores.logsumexp(-1)
             lse[:, rows] = part_lse
-            out[rows] = self._mix((scores - part_lse[..., None]).exp(), v[seen])
+            out[rows] = _mix((scores - part_lse[..., None]).exp(), v[seen])
         return out.to(dtype), lse
 
     def _backward(
@@ -359,29 +379,36 @@ class MathKernel(_Kernel):
         dout, q, k, v, out = (wide(x) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta_NT = (dout * out).sum(-1).T
-        per_kv = q.shape[1] // k.shape[1]
-        for rows, seen in self._blocks(queries, keys, causal):
-            weights = (self._scores(q[rows], k[seen], causal, scale) - lse_NT[:, rows, None]).exp()
-            dweights = torch.einsum("qnh,knh->nqk", dout[rows], v[seen].repeat_interleave(per_kv, 1))
-            dscores = weights * (dweights - delta_NT[:, rows, None]) * scale
-            dq[rows] = self._mix(dscores, k[seen])
-            for grad, left, right in ((dk, dscores, q), (dv, weights, dout)):
-                full = torch.einsum("nqk,qnh->knh", left, right[rows])
-                grad[seen] += full.unflatten(1, (k.shape[1], per_kv)).sum(2)
+        for rows, seen in self._blocks(q.shape[1], queries, keys, causal):
+            scores = self._scores(q[rows], k[seen], scale)
+            slope = None if self.softcap is None else 1 - (scores / self.softcap).square()
+            weights = (self._hide(scores, causal) - lse_NT[:, rows, None]).exp()
+            dscores = weights * (_products(dout[rows], v[seen]) - delta_NT[:, rows, None])
+            if slope is not None:
+                dscores *= slope
+            dscores *= scale
+            dq[rows] = _mix(dscores, k[seen])
+            dk[seen] += _collect(dscores, q[rows], k.shape[1])
+            dv[seen] += _collect(weights, dout[rows], k.shape[1])
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
-    def _blocks(self, queries: Segments, keys: Segments, causal: bool) -> Iterator[tuple[slice, slice]]:
+    def _blocks(self, num_heads: int, queries: Segments, keys: Segments, causal: bool) -> Iterator[tuple[slice, slice]]:
         """(queries, the keys that they may see), block by block."""
         for s, t in zip(queries.slices(), keys.slices(), strict=True):
-            for start in range(s.start, s.stop, self.block):
-                stop = min(start + self.block, s.stop)
+            most_seen = t.stop - t.start if self.window is None else min(t.stop - t.start, self.block + self.window)
+            size = max(1, min(self.block, self.block_elements // (num_heads * most_seen)))
+            for start in range(s.start, s.stop, size):
+                stop = min(start + size, s.stop)
                 first = t.start if self.window is None else max(t.start, start - self.window + 1)
                 yield slice(start, stop), slice(first, stop) if causal else t
 
-    def _scores(self, q_QNH: Tensor, k_SKH: Tensor, causal: bool, scale: float) -> Tensor:
-        """Scores [N, Q, S]; under the causal mask, the last query sees the last key."""
-        k = k_SKH.repeat_interleave(q_QNH.shape[1] // k_SKH.shape[1], 1)
-        scores = torch.einsum("qnh,knh->nqk", q_QNH, k) * scale
+    def _scores(self, q_QNH: Tensor, k_SKH: Tensor, scale: float) -> Tensor:
+        """Scores [N, Q, S], capped but not masked."""
+        scores = _products(q_QNH, k_SKH).mul_(scale)
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def _hide(self, scores: Tensor, causal: bool) -> Tensor:
+        """Mask scores in place; under the causal mask, the last query sees the last key."""
         if not causal:
             return scores
         last_seen = scores.shape[2] - scores.shape[1]  # by the first query
@@ -391,10 +418,30 @@ class MathKernel(_Kernel):
             hidden |= all_of.tril(last_seen - self.window)
         return scores.masked_fill_(hidden, float("-inf"))
 
-    @staticmethod
-    def _mix(weights_NQS: Tensor, x_SKH: Tensor) -> Tensor:
-        x = x_SKH.repeat_interleave(weights_NQS.shape[0] // x_SKH.shape[1], 1)
-        return torch.einsum("nqk,knh->qnh", weights_NQS, x)
+
+def _grouped(x_QNH: Tensor, num_kv: int) -> Tensor:
+    """[K, N/K · Q, H]: the rows of all query heads of each key/value head."""
+    return x_QNH.transpose(0, 1).reshape(num_kv, -1, x_QNH.shape[2])
+
+
+def _products(x_QNH: Tensor, y_SKH: Tensor) -> Tensor:
+    """Scalar products [N, Q, S] of queries (or gradients of outputs) with keys (or values)."""
+    num_kv = y_SKH.shape[1]
+    flat = torch.bmm(_grouped(x_QNH, num_kv), y_SKH.permute(1, 2, 0))
+    return flat.view(x_QNH.shape[1], len(x_QNH), len(y_SKH))
+
+
+def _mix(weights_NQS: Tensor, y_SKH: Tensor) -> Tensor:
+    """[Q, N, H]: weighted sums over keys."""
+    num_heads, num_queries, num_keys = weights_NQS.shape
+    flat = torch.bmm(weights_NQS.reshape(y_SKH.shape[1], -1, num_keys), y_SKH.transpose(0, 1))
+    return flat.view(num_heads, num_queries, -1).transpose(0, 1)
+
+
+def _collect(weights_NQS: Tensor, x_QNH: Tensor, num_kv: int) -> Tensor:
+    """[S, K, H]: weighted sums over queries, and over the query heads of each key/value head."""
+    flat = weights_NQS.reshape(num_kv, -1, weights_NQS.shape[2])
+    return torch.bmm(flat.transpose(1, 2), _grouped(x_QNH, num_kv)).transpose(0, 1)
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:

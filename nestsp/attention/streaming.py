@@ -11,21 +11,53 @@ know: a layer's first call puts them there, its second takes them, and after bac
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
+from nestsp.attention.merge import wide
 from nestsp.attention.place import Place
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
+from nestsp.comm.exchange import Exchange
 from nestsp.schedule import Pass, Turn
 
-__all__ = ["AttentionContext", "attend_groups"]
+__all__ = ["AttentionContext", "Timer", "Untimed", "attend_groups"]
 
 Result = TypeVar("Result")
+
+
+class Timer(Protocol):
+    """Times turns. What an instant is, only the timer knows: seconds, or an event on a GPU."""
+
+    def now(self) -> Any:
+        """This instant."""
+        ...
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """A turn was taken.
+
+        Args:
+            layer: Its layer.
+            which: Its pass.
+            turn: The turn.
+            began: When the rank came to it, and began to wait for the group's last exchange.
+            arrived: When that was there.
+            ended: When it had computed and issued the next exchange.
+        """
+        ...
+
+
+class Untimed:
+    """A timer that keeps nothing."""
+
+    def now(self) -> Any:
+        """See `Timer.now`."""
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """See `Timer.add`."""
 
 
 class AttentionContext:
@@ -39,7 +71,7 @@ class AttentionContext:
         kernel: The attention kernel.
         recomputed_layers: Layers that are recomputed in backward.
         stash: What layers keep for their recompute; by layer, then level.
-        timed: Entered around each of a layer's two nodes, in each pass; measures them.
+        timer: Times every turn.
         place: Is told of every turn.
     """
 
@@ -49,20 +81,29 @@ class AttentionContext:
         turns: Mapping[Pass, tuple[Turn, ...]],
         kernel: Kernel,
         recomputed_layers: frozenset[int],
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timer: Timer | None = None,
         place: Place | None = None,
     ) -> None:
         self.groups = groups
         self.turns = turns
         self.kernel = kernel
         self.recomputed_layers = recomputed_layers
-        self.timed = timed
+        self.timer = timer or Untimed()
         self.place = place or Place()
         self.stash: dict[int, dict[int, Kept]] = {}
 
 
 def attend_groups(
-    context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
+    context: AttentionContext,
+    layer: int,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of all sequences of which this rank holds tokens or heads.
 
@@ -74,47 +115,60 @@ def attend_groups(
         k: [T, K, H].
         v: [T, K, H].
         window: How many keys of its sequence a query sees, itself and those before it; None for all.
+        softcap: Scores s become ``softcap · tanh(s / softcap)``; None leaves them.
+        sinks: [N], a score for each head that takes part in its softmax's sum.
 
     Returns:
         [T, N, H]; zeros for a filler token.
     """
-    driver = _Driver(context, layer, scale, q, k, v, window)
-    token = _Start.apply(q, k, v, driver)  # type: ignore[no-untyped-call]
+    kernel = context.kernel if window is None and softcap is None else context.kernel.adapted(window, softcap)
+    driver = _Driver(context, layer, scale, kernel, q, k, v, sinks)
+    token = _Start.apply(q, k, v, sinks, driver)  # type: ignore[no-untyped-call]
     out: Tensor = _Finish.apply(token, driver)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Driver:
-    """Moves the groups of one layer call along their turns. Holds no tensor once a pass is over."""
+    """Moves the groups of one layer call along their turns. Holds no tensor but the sinks once a pass is over."""
 
     def __init__(
-        self, context: AttentionContext, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, window: int | None
+        self,
+        context: AttentionContext,
+        layer: int,
+        scale: float,
+        kernel: Kernel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         num_rows = sum(work.num_rows for work in context.groups.values())
         assert len(q) == max(num_rows, 1), f"attention got {len(q)} tokens, but its groups have {num_rows} here"
-        self.context, self.layer, self.scale = context, layer, scale
-        self.kernel = context.kernel if window is None else context.kernel.windowed(window)
+        self.context, self.layer, self.scale, self.kernel = context, layer, scale, kernel
         self.shapes = (q.shape, k.shape, v.shape)
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = (q.detach(), k.detach(), v.detach())
+        # A copy: FSDP frees a gathered parameter's storage, and gathers it into another one.
+        self.sinks = None if sinks is None else sinks.detach().clone()
         kept = context.stash.pop(layer, None)
         self.which = Pass.FORWARD if kept is None else Pass.RECOMPUTE
         self.kept: Mapping[int, Kept] = kept or {}
         # Where nothing needs a gradient (frozen first layers), no recompute may come that would take it.
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         recomputed = layer in context.recomputed_layers
         self.puts = needs_grad and recomputed and kept is None
         # A recompute's tensors live until the layer's own backward, others until the whole model's.
         self.saves_long = needs_grad and not recomputed
         self.forward: _Run[Attended] | None = None
-        self.backward: _Run[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.backward: _Run[tuple[Tensor, Tensor, Tensor, Tensor | None]] | None = None
 
     def start_forward(self) -> None:
         assert self.inputs is not None
         q, k, v = self.inputs
         work = self.context.groups
         self.forward = _Run(
-            self._enter(self.which),
-            self.context.turns[self.which],
+            self.context,
+            self.layer,
+            self.which,
             lambda level: forward_phases(
                 work[level],
                 self.kernel,
@@ -123,6 +177,7 @@ class _Driver:
                 k[work[level].rows],
                 v[work[level].rows],
                 self.kept.get(level),
+                self.sinks,
             ),
         )
         self.forward.open()
@@ -151,39 +206,52 @@ class _Driver:
         by_level = dict(zip(sorted(work), saved, strict=True))
         num_kv_heads = self.shapes[1][1]
         self.backward = _Run(
-            self._enter(Pass.BACKWARD),
-            self.context.turns[Pass.BACKWARD],
+            self.context,
+            self.layer,
+            Pass.BACKWARD,
             lambda level: backward_phases(
-                work[level], self.kernel, self.scale, num_kv_heads, by_level.pop(level), dout[work[level].rows]
+                work[level],
+                self.kernel,
+                self.scale,
+                num_kv_heads,
+                by_level.pop(level),
+                dout[work[level].rows],
+                self.sinks,
             ),
         )
         self.backward.open()
 
-    def _enter(self, which: Pass) -> Place:
-        place = self.context.place
-        place.layer, place.which, place.turn = self.layer, which, None
-        return place
-
-    def finish_backward(self, like: Tensor) -> list[Tensor]:
+    def finish_backward(self, like: Tensor) -> list[Tensor | None]:
+        """Gradients of q, k, v and the sinks."""
         assert self.backward is not None
         done = self.backward.close()
         grads = [like.new_zeros(shape) for shape in self.shapes]
-        for level, parts in done.items():
+        dsinks = None if self.sinks is None else wide(torch.zeros_like(self.sinks))
+        for level, (*parts, of_sinks) in done.items():
             for grad, part in zip(grads, parts, strict=True):
                 grad[self.context.groups[level].rows] = part
+            if dsinks is not None and of_sinks is not None:
+                dsinks += of_sinks
         self.backward = None
-        return grads
+        return [*grads, None if dsinks is None else dsinks.to(like.dtype)]
 
 
 class _Run(Generic[Result]):
     """The groups' generators in one pass, advanced turn by turn."""
 
     def __init__(
-        self, place: Place, turns: Sequence[Turn], begin: Callable[[int], Generator[None, None, Result]]
+        self,
+        context: AttentionContext,
+        layer: int,
+        which: Pass,
+        begin: Callable[[int], Generator[Exchange, None, Result]],
     ) -> None:
-        self.at, self.turns, self.begin = place, turns, begin
+        self.turns, self.timer, self.at = context.turns[which], context.timer, context.place
+        self.at.layer, self.at.which, self.at.turn = layer, which, None
+        self.layer, self.which, self.begin = layer, which, begin
         self.place = 0
-        self.running: dict[int, Generator[None, None, Result]] = {}
+        self.running: dict[int, Generator[Exchange, None, Result]] = {}
+        self.on_the_wire: dict[int, Exchange] = {}
         self.done: dict[int, Result] = {}
 
     def open(self) -> None:
@@ -201,13 +269,18 @@ class _Run(Generic[Result]):
     def _take(self, turn: Turn) -> None:
         self.place += 1
         self.at.turn = turn
+        began = arrived = self.timer.now()
         if turn.number == 0:
             self.running[turn.level] = self.begin(turn.level)
+        else:
+            self.on_the_wire.pop(turn.level).wait()
+            arrived = self.timer.now()
         try:
-            next(self.running[turn.level])
+            self.on_the_wire[turn.level] = next(self.running[turn.level])
         except StopIteration as end:
             self.done[turn.level] = end.value
             del self.running[turn.level]
+        self.timer.add(self.layer, self.which, turn, began, arrived, self.timer.now())
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -219,17 +292,15 @@ class _Start(torch.autograd.Function):
     """Forward: the first exchanges leave. Backward: the last ones arrive."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, driver: _Driver) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, driver: _Driver) -> Tensor:
         ctx.driver = driver
-        with driver.context.timed():
-            driver.start_forward()
+        driver.start_forward()
         return q.new_empty(0)  # a token: it orders the two nodes and carries no data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         driver: _Driver = ctx.driver
-        with driver.context.timed():
-            return (*driver.finish_backward(grads[0]), None)
+        return (*driver.finish_backward(grads[0]), None)
 
 
 class _Finish(torch.autograd.Function):
@@ -238,8 +309,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, driver: _Driver) -> Tensor:
         ctx.driver = driver
-        with driver.context.timed():
-            out, saved = driver.finish_forward()
+        out, saved = driver.finish_forward()
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         return out
 
@@ -248,6 +318,5 @@ class _Finish(torch.autograd.Function):
         driver: _Driver = ctx.driver
         flat = ctx.saved_tensors  # recomputes the layer, if it is one that is recomputed
         saved = [Saved(*flat[i : i + len(Saved._fields)]) for i in range(0, len(flat), len(Saved._fields))]
-        with driver.context.timed():
-            driver.start_backward(saved, grads[0])
+        driver.start_backward(saved, grads[0])
         return grads[0].new_empty(0), None

@@ -1,4 +1,4 @@
-"""``nestsp``: train, verify, export, plan, simulate, config.
+"""``nestsp``: train, verify, export, plan, simulate, trace, config.
 
 The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
 """
@@ -251,6 +251,22 @@ def simulate(
         as_markdown=as_markdown,
         chart=chart,
     )
+
+
+@app.command(short_help="Write one step's measured and estimated timeline.")
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that had train.trace_steps set.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="The step; by default the first traced one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to write; by default RUN/trace/step-NUMBER.json.")
+    ] = None,
+) -> None:
+    """Write one step's timeline, measured and estimated side by side, for Perfetto or Chrome."""
+    from nestsp.cli.trace import trace_run
+
+    trace_run(run, step=step, out=out)
 
 
 @app.command(name="config")

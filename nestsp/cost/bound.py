@@ -121,8 +121,9 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
     """The least makespan of all numbers of microbatches, and that number."""
     num_ranks, layers, memory = cost.tree.num_ranks, cost.shape.num_layers, cost.memory
     free = num_ranks * (cost.memory_per_rank_bytes - memory.fixed)
-    needed = work.num_tokens * memory.least_bytes_per_token
-    needed += split.num_tokens * (memory.layer_exchanged + memory.exchange_buffers)
+    split_bytes, whole_bytes = (memory.attention_bytes_per_token(split=split) for split in (True, False))
+    needed = split.num_tokens * split_bytes + (work.num_tokens - split.num_tokens) * whole_bytes
+    needed = max(needed, work.num_tokens * memory.least_bytes_per_token)
     least = max(1, math.ceil(needed / free))
     idle = cost.root_gather_s + cost.layer_gather_s, cost.layer_reduce_s + cost.root_reduce_s
     gathered = cost.root_gather_s + layers * cost.layer_gather_s
@@ -131,7 +132,7 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
     with_gathers = 1 if cost.comm.crosses_hosts else 0  # the class of links that they take
     best = (math.inf, least)
     for number in range(least, least + max(1, work.num_sequences)):
-        again = work.recomputed_s(number * free - split.num_tokens * memory.exchange_buffers)
+        again = work.recomputed_s(number * free)
         total = 0.0
         for links, waits, computes, attention, exchanges in (
             (gathered, idle[0], work.linear_s, work.attention_s[0], split.forward_s),
@@ -173,8 +174,8 @@ class _Work:
     @classmethod
     def of(cls, lengths: Floats, cost: CostModel) -> _Work:
         compute, memory, layers, heads = cost.compute, cost.memory, cost.shape.num_layers, cost.shape.num_heads
-        forward = layers * compute.best_attention_s("forward", heads, lengths, lengths**2)
-        backward = layers * compute.best_attention_s("backward", heads, lengths, lengths**2)
+        forward = layers * compute.best_attention_s("forward", heads, lengths, compute.squares(lengths))
+        backward = layers * compute.best_attention_s("backward", heads, lengths, compute.squares(lengths))
         linear = layers * compute.linear_s * lengths
         head = cost.head_s * lengths
         # Per sequence, the most seconds saved for the bytes kept: of nothing, of the output, of whole layers.
@@ -251,12 +252,11 @@ class _Places:
         for level in range(tree.num_levels):
             degree, part = tree.degree(level), float(cost.head_fractions(level).max())
             local = np.floor(lengths / degree)
-            copies = (memory.layer_exchanged + memory.exchange_buffers) * part if degree > 1 else 0.0
-            fits[level] = local * memory.least_bytes_per_token + copies * lengths <= free
+            fits[level] = np.maximum(lengths - degree, 0.0) * memory.least_stream_bytes(degree) <= free
             alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
             for index, direction in enumerate(both):
                 heads = part * cost.shape.num_heads
-                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, lengths**2)
+                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, compute.squares(lengths))
                 for link in comm.forward(level) if direction == "forward" else comm.backward(level):
                     alone_s[level] += layers * (link.latency_s + link.s_per_token * lengths)
                     exchange_s[index][link.network][level] += degree * layers * link.s_per_token * lengths

@@ -8,6 +8,7 @@ where ``length`` is the stream's mean length weighted by tokens: short packed se
 whatever the stream's total. Splitting heads keeps that efficiency; splitting tokens, as a ring does, makes more and
 shorter blocks. A call never takes less than its longest tile: few heads of a short sequence do not fill the device. A
 degree that does not divide the heads costs what its fullest member has, since shares are real ones.
+With a sliding window a query's pairs are those inside it; where only some layers have one, the mean layer is priced.
 
 All functions take numbers or arrays alike.
 """
@@ -49,7 +50,7 @@ class StreamSize:
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> StreamSize:
-        """The size of a stream of these sequences.
+        """The size of a stream of these sequences, without a window.
 
         >>> StreamSize.of([3, 4])
         StreamSize(tokens=7, squares=25, longest=4)
@@ -69,6 +70,8 @@ class ComputeCost:
         after_s: Forward seconds per token of what comes after it: output projection and feed-forward block.
         head_s: Forward seconds per token of the model's head.
         copy_s: Seconds per byte of a packing copy, which reads and writes.
+        window: Keys that a query sees in layers with a sliding window; 0 if there is none.
+        window_part: Layers with a sliding window, of all layers.
     """
 
     profile: CostProfile
@@ -77,11 +80,22 @@ class ComputeCost:
     after_s: float
     head_s: float
     copy_s: float
+    window: int
+    window_part: float
 
     @property
     def linear_s(self) -> float:
         """Forward seconds per token of a layer without attention."""
         return self.before_s + self.after_s
+
+    def squares(self, lengths: Any) -> Any:
+        """Of each length the square, less what a sliding window cuts off: pairs of query and key are half of it and
+        the length together, in the mean layer.
+        """
+        if not self.window_part:
+            return lengths**2
+        seen = np.minimum(lengths, self.window)
+        return (1 - self.window_part) * lengths**2 + self.window_part * (seen * (2 * lengths - seen + 1) - lengths)
 
     def attention_s(
         self,
@@ -99,7 +113,7 @@ class ComputeCost:
             direction: The forward or the backward kernel.
             num_heads: Query heads that the member works for; none takes no time.
             tokens: Of the group's stream.
-            squares: Sum of squared lengths of the stream.
+            squares: Sum of `squares` of its lengths.
             longest: Longest length of the stream.
             ring_degree: Among how many ring members the queries are dealt, zigzag, so that each does an equal part of
                 the products. Its calls see the keys block by block: ``1 + 3/4 (r - 1)`` passes over a member's queries.
@@ -113,6 +127,7 @@ class ComputeCost:
             half, launch_s = profile.attention_backward_half_length, profile.attention_backward_launch_s
         passes = 1 + 0.75 * (ring_degree - 1)
         pairs = num_heads * (squares + tokens + half * passes * tokens) / ring_degree
+        longest = longest - self.window_part * np.maximum(0, longest - self.window)
         pairs = np.maximum(pairs, profile.attention_parallel_head_tokens * longest / ring_degree)
         seconds = launch_s * ring_degree + products * 2 * self.head_dim * pairs / rate
         return np.where(np.logical_and(np.greater(num_heads, 0), np.greater(tokens, 0)), seconds, 0.0)
@@ -140,4 +155,6 @@ def make_compute_cost(shape: ModelShape, profile: CostProfile) -> ComputeCost:
         after_s=2 * (shape.query_width * shape.hidden_size / rate + feed_forward_s),
         head_s=2 * shape.vocab_size * shape.hidden_size / rate,
         copy_s=2 / profile.memory_bytes_per_s,
+        window=shape.window,
+        window_part=shape.num_window_layers / shape.num_layers,
     )

@@ -19,8 +19,6 @@ __all__ = ["FREE_MEMORY_FRACTION", "CostModel", "make_cost_model"]
 
 # What of a device's memory a run may use unless it is told otherwise.
 FREE_MEMORY_FRACTION = 0.9
-_PARAMETER_BYTES = 2  # gathered in bf16
-_GRADIENT_BYTES = 4  # reduced in float32
 # Forward products of the head: once in the forward pass, once more when its slice is recomputed, twice in backward.
 _HEAD_PRODUCTS = 4
 
@@ -52,22 +50,22 @@ class CostModel:
     @property
     def layer_gather_s(self) -> float:
         """Seconds to gather one layer's parameters."""
-        return self.comm.gather_s(_PARAMETER_BYTES * self.shape.layer_parameters / self.shape.num_layers)
+        return self.comm.gather_s(self.comm.element_bytes * self.shape.layer_parameters / self.shape.num_layers)
 
     @property
     def layer_reduce_s(self) -> float:
         """Seconds to reduce and scatter one layer's gradients."""
-        return self.comm.gather_s(_GRADIENT_BYTES * self.shape.layer_parameters / self.shape.num_layers)
+        return self.comm.gather_s(self.comm.sum_bytes * self.shape.layer_parameters / self.shape.num_layers)
 
     @property
     def root_gather_s(self) -> float:
         """Seconds to gather the root unit's parameters."""
-        return self.comm.gather_s(_PARAMETER_BYTES * self.shape.root_parameters)
+        return self.comm.gather_s(self.comm.element_bytes * self.shape.root_parameters)
 
     @property
     def root_reduce_s(self) -> float:
         """Seconds to reduce and scatter the root unit's gradients."""
-        return self.comm.gather_s(_GRADIENT_BYTES * self.shape.root_parameters)
+        return self.comm.gather_s(self.comm.sum_bytes * self.shape.root_parameters)
 
     @property
     def head_s(self) -> float:
@@ -106,7 +104,7 @@ def make_cost_model(
         tree: The groups; by default the cluster's own tree.
         memory_per_rank_bytes: Hard limit of each rank; by default `FREE_MEMORY_FRACTION` of the device's memory.
         loss_slice_tokens: Tokens whose logits exist at one time.
-        element_bytes: Of one number in computation, for memory; times are those of bf16, or of the profile's own.
+        element_bytes: Of one number in computation: 2 for bf16, 4 for float32; rates are the profile's own.
 
     Raises:
         ConfigError: The tree has another number of ranks than the cluster.
@@ -125,6 +123,6 @@ def make_cost_model(
         profile=profile,
         memory_per_rank_bytes=limit,
         compute=make_compute_cost(shape, profile),
-        comm=make_comm_cost(shape, cluster, tree, profile),
+        comm=make_comm_cost(shape, cluster, tree, profile, element_bytes=element_bytes),
         memory=make_memory_cost(shape, tree, profile, loss_slice_tokens=loss_slice_tokens, element_bytes=element_bytes),
     )

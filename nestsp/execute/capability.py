@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from nestsp.plan import Capabilities
 from nestsp.shape import ModelShape
 
 __all__ = ["executor_capabilities"]
 
 
-def executor_capabilities(shape: ModelShape, *, recompute: bool) -> Capabilities:
-    """Any group, which may keep its attention's output; either all layers are recomputed, or none is.
+def executor_capabilities(shape: ModelShape, *, recompute: bool | Literal["auto"] = "auto") -> Capabilities:
+    """Any group, which may keep its attention's output, and any number of layers that keep everything.
 
     A model with sliding windows runs in Ulysses groups alone.
 
     Args:
         shape: The model.
-        recompute: Whether the model's layers are recomputed in the backward pass.
+        recompute: What the run wants of that: all layers recomputed, none, or as many as the plan says.
     """
-    return Capabilities(rings=not shape.window, kept_outputs=True, num_kept_layers=0 if recompute else shape.num_layers)
+    wanted = {"auto": None, True: 0, False: shape.num_layers}
+    return Capabilities(rings=not shape.window, kept_outputs=True, num_kept_layers=wanted[recompute])

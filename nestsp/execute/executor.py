@@ -6,7 +6,7 @@ skipped one would hang the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,11 @@ from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
 from nestsp.execute.capability import executor_capabilities
-from nestsp.execute.local import LocalTokens, ReadTokens, load_local
+from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
-from nestsp.shape import ModelShape, head_shares
+from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import GroupShard, rank_spans
 
 __all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
@@ -58,8 +58,8 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        recompute: Whether layers are recomputed in backward; as installed in the model.
-        timer: Measures attention.
+        timer: Times the turns of attention in the last run.
+        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
         place: Where this rank is in its step.
     """
 
@@ -69,8 +69,8 @@ class Executor:
     rank: int
     device: torch.device
     kernel: Kernel
-    recompute: bool
     timer: AttentionTimer
+    streaming: bool = True
     place: Place = field(default_factory=Place)
 
     def check(self, plan: Plan) -> None:
@@ -91,11 +91,17 @@ class Executor:
                     f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
                     "degree 1"
                 )
-        executor_capabilities(self.shape, recompute=self.recompute).check(plan)
+        for number, microbatch in enumerate(plan.microbatches):
+            if microbatch.num_kept_layers > self.shape.num_layers:
+                raise PlanError(
+                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"{self.shape.num_layers}; plan for this model"
+                )
+        executor_capabilities(self.shape).check(plan)
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
-        schedule = make_schedule(plan)
+        schedule = make_schedule(plan, streaming=self.streaming)
         local = []
         for number, spans in enumerate(rank_spans(plan, self.rank)):
             tokens = load_local(spans, plan.batch, read, self.device)
@@ -103,20 +109,26 @@ class Executor:
             local.append(LocalMicrobatch(tokens, self._context(schedule, number, groups)))
         return LocalBatch(tuple(local))
 
-    def run(self, batch: LocalBatch) -> Tensor:
+    def run(self, batch: LocalBatch, token_loss: TokenLoss = weighted_sum) -> Tensor:
         """Run all microbatches; every rank must call it with the same plan's.
 
         Gradients are added to those there are. After an exception they are of no use, but the next run is right.
 
+        Args:
+            batch: The microbatches.
+            token_loss: Called once for each microbatch on every rank, also on those without a token of their own.
+
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
+        self.timer.clear()
         total: Tensor | None = None
         for number, microbatch in enumerate(batch.microbatches):
             self.place.enter(number)
             microbatch.attention.stash.clear()  # what a run that failed may have left
             try:
-                loss: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
+                loss = token_loss(microbatch.tokens, nll)
                 loss.backward()
             except Exception:
                 self._forget()
@@ -125,6 +137,26 @@ class Executor:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a plan has at least one microbatch"
         return total
+
+    @torch.no_grad()
+    def measure(self, batch: LocalBatch) -> list[Tensor]:
+        """Run all microbatches forward only; every rank must call it with the same plan's.
+
+        Returns:
+            The negative log-likelihoods [T] of each microbatch's targets on this rank.
+        """
+        self.timer.clear()
+        found = []
+        for microbatch in batch.microbatches:
+            microbatch.attention.stash.clear()
+            try:
+                found.append(self.root(microbatch.tokens, microbatch.attention))
+            except Exception:
+                self._forget()
+                raise
+        if isinstance(self.root, FSDPModule):
+            self.root.reshard()  # after a forward pass the root's unit stays gathered, and would miss an update
+        return found
 
     def _forget(self) -> None:
         """After an exception: make FSDP ready for another run, in case somebody catches it."""
@@ -142,6 +174,7 @@ class Executor:
         ring, segments = None, Segments.of(shard.lengths, self.device)
         if ring_degree > 1:
             ring, segments = make_ring(shard.chunk_edges, place, self.device)
+        heads = head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside)
         return GroupWork(
             level=group.level,
             link=self.links.get(group.level),
@@ -149,18 +182,19 @@ class Executor:
             sizes=shard.sizes[place * num_inside : (place + 1) * num_inside],
             rows=slice(shard.offset, shard.offset + shard.num_tokens),
             segments=segments,
-            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside),
+            heads=heads,
             keep=shard.placement.keep,
             ring=ring,
+            slices=head_slices(heads, shard.placement.num_slices) if shard.placement.num_slices > 1 else (),
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
-        layers: Sequence[int] = range(self.shape.num_layers) if self.recompute else ()
+        kept = schedule.plan.microbatches[microbatch].num_kept_layers  # the last ones, whose backward comes first
         return AttentionContext(
             groups,
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
-            frozenset(layers),
-            self.timer,
+            frozenset(range(self.shape.num_layers - kept)),
+            self.timer.of(microbatch),
             self.place,
         )

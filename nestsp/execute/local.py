@@ -18,7 +18,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.model.loss import IGNORED_TARGET
 from nestsp.shard import Spans
 
-__all__ = ["LocalTokens", "ReadTokens", "load_local"]
+__all__ = ["LocalTokens", "ReadTokens", "TokenLoss", "load_local", "weighted_sum"]
 
 ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer]]
 """(sequence id, start, stop) → its tokens start to stop - 1."""
@@ -32,15 +32,28 @@ class LocalTokens:
         positions: int64 [T], counted from each sequence's own start.
         targets: int64 [T], the next token of the same sequence; -100 where there is none.
         weights: float32 [T], of the targets.
+        sequences: int64 [T], each token's sequence by its place in the batch; 0 for a filler, which has no target.
         num_tokens: Tokens held, filler excluded.
     """
 
-    def __init__(self, ids: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, num_tokens: int) -> None:
+    def __init__(
+        self, ids: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, sequences: Tensor, num_tokens: int
+    ) -> None:
         self.ids = ids
         self.positions = positions
         self.targets = targets
         self.weights = weights
+        self.sequences = sequences
         self.num_tokens = num_tokens
+
+
+TokenLoss = Callable[[LocalTokens, Tensor], Tensor]
+"""(tokens, their negative log-likelihoods [T]) → this rank's share of the loss, a scalar with a gradient."""
+
+
+def weighted_sum(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
+    """The loss of plain training: Σ weight × negative log-likelihood."""
+    return (nll_T * tokens.weights).sum()
 
 
 def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: torch.device) -> LocalTokens:
@@ -55,6 +68,7 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
     ids: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     targets: list[npt.NDArray[np.int64]] = []
+    sequences: list[npt.NDArray[np.int64]] = []
     for span in spans.spans:
         length = batch.lengths[span.sequence]
         tokens = np.asarray(read(batch.ids[span.sequence], span.start, min(span.stop + 1, length)), dtype=np.int64)
@@ -64,10 +78,11 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
         if span.stop == length:
             following = np.append(following, IGNORED_TARGET)
         targets.append(following)
+        sequences.append(np.full(span.num_tokens, span.sequence, dtype=np.int64))
     columns = (_column(ids, 0), _column(positions, 0), _column(targets, IGNORED_TARGET))
     weights = torch.ones(len(columns[0]), dtype=torch.float32)
-    moved = [_to(tensor, device) for tensor in (*columns, weights)]
-    return LocalTokens(moved[0], moved[1], moved[2], moved[3], spans.num_tokens)
+    moved = [_to(tensor, device) for tensor in (*columns, weights, _column(sequences, 0))]
+    return LocalTokens(moved[0], moved[1], moved[2], moved[3], moved[4], spans.num_tokens)
 
 
 def _column(parts: Sequence[npt.NDArray[np.int64]], filler: int) -> Tensor:

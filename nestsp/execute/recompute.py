@@ -1,16 +1,18 @@
 """Recomputation of layers, at the seam that Transformers gives: a decoder layer's ``_gradient_checkpointing_func``.
 
 Transformers calls it with the layer's forward, inside FSDP's hooks, so parameters are gathered once for a recompute.
+Which layers are recomputed is the microbatch's own, and reaches the layer with its other arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nestsp.attention.streaming import AttentionContext
 from nestsp.model.adapter import decoder_layers
 
 __all__ = ["LayerRunner", "install_layer_runner"]
@@ -20,29 +22,29 @@ class LayerRunner:
     """Runs one decoder layer, keeping or recomputing what is in it.
 
     Attributes:
-        recomputes: Whether the layer is recomputed in the backward pass.
+        layer: Number of the layer.
     """
 
-    def __init__(self, recomputes: bool) -> None:
-        self.recomputes = recomputes
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
 
-    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Run a layer's forward."""
-        if not self.recomputes:
+    def __call__(self, run: partial[Any], *args: Any) -> Any:
+        """Run a layer's forward; its keyword arguments, the microbatch among them, are bound in ``run``."""
+        context = run.keywords.get("nestsp")
+        if not isinstance(context, AttentionContext) or self.layer not in context.recomputed_layers:
             return run(*args)
         # No dropout and no other random number in a layer: there is no generator state to restore.
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def install_layer_runner(model: nn.Module, *, recompute: bool) -> int:
+def install_layer_runner(model: nn.Module) -> int:
     """Let nestsp run the layers of a model; sets two attributes that Transformers' layers have for this.
 
     Returns:
         The number of layers.
     """
     layers = decoder_layers(model)
-    runner = LayerRunner(recompute)
-    for layer in layers:
+    for number, layer in enumerate(layers):
         layer.gradient_checkpointing = True
-        layer.__dict__["_gradient_checkpointing_func"] = runner  # an attribute that Transformers' layers declare
+        layer.__dict__["_gradient_checkpointing_func"] = LayerRunner(number)  # declared by Transformers' layers
     return len(layers)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -33,6 +34,20 @@ _PUBLISHED_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "max_w
 
 # Kinds of rotary positions whose angles follow from a token's own position alone.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# Shares of activations that a model would set to zero at random: another result for each plan and each recompute.
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "dropout",
+    "hidden_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "activation_dropout",
+    "ffn_dropout",
+)
 
 # Arguments that decoder layers pass on to attention and that decide nothing there: positions are applied before, and
 # nothing is cached in training.
@@ -114,6 +129,8 @@ def nestsp_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     nestsp: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -123,16 +140,18 @@ def nestsp_attention(
         module: The attention module; its ``layer_idx`` names the layer.
         query: [1, N, T, H], rotary positions applied.
         key: [1, K, T, H].
-        value: [1, K, T, H].
+        value: [1, K, T, V]; where V is not H, the narrower ones are filled up with zeros, which changes no result.
         attention_mask: None; sequences are known from the plan.
         scaling: Factor of the scores.
         dropout: 0.
         sliding_window: How many keys a query sees, itself and those before it; None for all.
+        softcap: Scores s become ``softcap · tanh(s / softcap)``; None leaves them.
+        s_aux: [N], attention sinks: a score for each head that takes part in its softmax's sum.
         nestsp: The microbatch.
         **kwargs: What else the layer passes on; refused if it would change the result.
 
     Returns:
-        [1, T, N, H], and None for the attention weights.
+        [1, T, N, V], and None for the attention weights.
 
     Raises:
         ModelError: An argument asks for something that is not done here.
@@ -146,8 +165,17 @@ def nestsp_attention(
         raise ModelError("attention got a mask, but sequences are told apart by the plan; pass no attention_mask")
     if dropout:
         raise ModelError(f"attention dropout is {dropout}, but nestsp runs none; set attention_dropout = 0")
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(
+            f"{type(module).__name__} is not causal, but nestsp runs causal attention; take a causal language model"
+        )
+    if s_aux is not None and s_aux.shape != (query.shape[1],):
+        raise ModelError(
+            f"attention got s_aux = a tensor {list(s_aux.shape)}, but nestsp knows one sink for each of "
+            f"{query.shape[1]} query heads; use a model without it"
+        )
     for name, argument in kwargs.items():
-        if argument is not None and name not in _IGNORED:
+        if argument is not None and name not in _IGNORED and (name, argument) != ("is_causal", True):
             shown = f"a tensor {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)
             raise ModelError(f"attention got {name} = {shown}, but nestsp does not know it; use a model without it")
     if len(query) != 1:
@@ -157,9 +185,14 @@ def nestsp_attention(
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window)
-    return out[None], None
+    size = max(query.shape[-1], value.shape[-1])
+    q, k, v = (_widened(x[0].transpose(0, 1), size) for x in (query, key, value))
+    out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:
@@ -173,11 +206,9 @@ def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], fam
 
 def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     keys = config.to_dict()
-    if keys.get("attention_dropout"):
-        raise ModelError(
-            f"attention_dropout is {keys['attention_dropout']}, but nestsp runs none; set "
-            "model.config.attention_dropout: 0"
-        )
+    for key in _DROPOUTS:
+        if keys.get(key):
+            raise ModelError(f"{key} is {keys[key]}, but nestsp runs none; set model.config.{key}: 0")
     if keys.get("router_jitter_noise"):
         raise ModelError(
             f"router_jitter_noise is {keys['router_jitter_noise']}, but results must not depend on the plan; set it "
@@ -196,8 +227,22 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
         )
     if keys.get("is_causal") is False:
         raise ModelError("is_causal is false, but nestsp runs causal attention; leave model.config.is_causal out")
+    if keys.get("use_bidirectional_attention"):
+        raise ModelError(
+            "use_bidirectional_attention is true, but nestsp runs causal attention; leave "
+            "model.config.use_bidirectional_attention out"
+        )
     rope = keys.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
+    for parameters in [part for part in rope.values() if isinstance(part, dict)] or [rope]:  # by kind of layer, or one
+        _refuse_rope(parameters.get("rope_type", "default"))
+    for key in ("hidden_act", "hidden_activation"):
+        if key in keys and keys[key] not in ACT2FN:
+            raise ModelError(
+                f"{key} is {keys[key]!r}, but Transformers has no such function{did_you_mean(str(keys[key]), ACT2FN)}"
+            )
+
+
+def _refuse_rope(kind: object) -> None:
     if kind in ("dynamic", "longrope"):
         raise ModelError(
             f"rope_type is '{kind}', but it looks at the longest position that a rank holds, so results would depend "
@@ -206,9 +251,4 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     if kind not in _ROPE_TYPES:
         raise ModelError(
             f"rope_type is {kind!r}, but nestsp runs {', '.join(_ROPE_TYPES)}{did_you_mean(str(kind), _ROPE_TYPES)}"
-        )
-    if keys["hidden_act"] not in ACT2FN:
-        raise ModelError(
-            f"hidden_act is {keys['hidden_act']!r}, but Transformers has no such function"
-            f"{did_you_mean(str(keys['hidden_act']), ACT2FN)}"
         )

@@ -1,4 +1,4 @@
-"""The root module: base model, head and sliced loss in one forward, so that they are one FSDP unit.
+"""The root module: base model, head and sliced likelihoods in one forward, so that they are one FSDP unit.
 
 The head inside the root's unit is gathered once and called once a slice; as a unit of its own it would be gathered a
 number of times that differs between ranks, and their collectives would no longer match.
@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nestsp.model.loss import sliced_loss_sum
+from nestsp.model.logits import logit_function
+from nestsp.model.loss import sliced_nll
 
 __all__ = ["LossRoot"]
 
 
 class LossRoot(nn.Module):
-    """Computes the loss sum of one microbatch on one rank.
+    """Computes the negative log-likelihood of each token of one microbatch on one rank.
 
     Args:
         model: A Transformers causal language model, unmodified.
@@ -30,7 +31,7 @@ class LossRoot(nn.Module):
         self.slice_tokens = slice_tokens
 
     def forward(self, tokens: Any, attention: Any) -> Tensor:
-        """Loss sum of a rank's tokens; see `sliced_loss_sum`.
+        """Negative log-likelihoods [T] of a rank's targets; see `nestsp.model.loss.sliced_nll`.
 
         Args:
             tokens: A `nestsp.execute.local.LocalTokens`.
@@ -44,5 +45,4 @@ class LossRoot(nn.Module):
             return_dict=True,
             nestsp=attention,
         )
-        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return sliced_loss_sum(head, output.last_hidden_state[0], tokens.targets, tokens.weights, self.slice_tokens)
+        return sliced_nll(logit_function(self.model), output.last_hidden_state[0], tokens.targets, self.slice_tokens)

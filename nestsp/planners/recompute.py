@@ -13,8 +13,6 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from nestsp.cost.compute import StreamSize
-from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.plan import Microbatch, Placement, Plan
 from nestsp.simulate import rank_tokens
@@ -33,12 +31,11 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     bare = tuple(dataclasses.replace(p, keep="none") for p in plan.microbatches[number].placements)
     plan = dataclasses.replace(plan, microbatches=(Microbatch(bare),))
     tokens = rank_tokens(plan, 0, cost)
-    local = np.asarray(tokens.local, float)
-    kept = np.zeros(len(local))
     free = limit - memory.peak_bytes(tokens)
     lengths = plan.batch.lengths
-    sizes = [StreamSize.of([lengths[s] for s in p.sequences]) for p in bare]
-    densities = _output_densities(bare, sizes, cost)
+    streams = [np.array([lengths[s] for s in p.sequences], float) for p in bare]
+    totals = [int(stream.sum()) for stream in streams]
+    densities = _output_densities(bare, streams, cost)
     layer_density = cost.compute.linear_s / (memory.layer_local - memory.layer_input)
     keeps = set()
     for index in np.argsort(-densities, kind="stable").tolist():
@@ -46,28 +43,28 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
             break
         group = bare[index].group
         ranks = slice(group.first_rank, group.ranks.stop)
-        more = -(-sizes[index].tokens // group.degree)
-        needed = memory.num_layers * memory.kept_output * more
+        more = -(-totals[index] // group.degree)
+        needed = memory.kept_output_bytes * more
         if needed <= free[ranks].min():
             free[ranks] -= needed
-            kept[ranks] += more
             keeps.add(index)
-    held = RankTokens(tokens.local, tokens.exchanged, kept)
+    placements = tuple(dataclasses.replace(p, keep="output") if i in keeps else p for i, p in enumerate(bare))
+    held = rank_tokens(dataclasses.replace(plan, microbatches=(Microbatch(placements),)), 0, cost)
     low, high = 0, cost.shape.num_layers
     while low < high:  # the most layers that fit
         middle = (low + high + 1) // 2
         fits = (memory.peak_bytes(held, middle) <= limit).all()
         low, high = (middle, high) if fits else (low, middle - 1)
-    placements = tuple(dataclasses.replace(p, keep="output") if i in keeps else p for i, p in enumerate(bare))
     return Microbatch(placements, low)
 
 
 def _output_densities(
-    placements: tuple[Placement, ...], sizes: list[StreamSize], cost: CostModel
+    placements: tuple[Placement, ...], streams: list[npt.NDArray[np.float64]], cost: CostModel
 ) -> npt.NDArray[np.float64]:
     """Seconds that a rank is spared for each byte that it keeps, float64 [placements]."""
     degrees = np.array([p.group.degree for p in placements], float)
-    tokens, squares = (np.array([getattr(size, name) for size in sizes], float) for name in ("tokens", "squares"))
+    tokens = np.array([stream.sum() for stream in streams])
+    squares = np.array([cost.compute.squares(stream).sum() for stream in streams])
     links = [cost.comm.forward(p.group.level, p.ring_degree) for p in placements]
     exchanges = np.array([sum(link.latency_s for link in each) for each in links], float)
     exchanges += np.array([sum(link.s_per_token for link in each) for each in links]) * tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +20,12 @@ from nestsp.train.world import World
 from nestsp.units import format_bytes, format_count
 
 __all__ = ["run_banner"]
+
+_RECOMPUTE: Mapping[bool | str, str] = {
+    "auto": "as few layers as memory allows are recomputed",
+    True: "all layers are recomputed",
+    False: "no layer is recomputed",
+}
 
 
 def run_banner(
@@ -50,11 +57,11 @@ def run_banner(
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
                 *([f"more ranks than this host's {cores} cores, so they take turns"] if crowded else []),
-                f"FSDP2 over all ranks; layers are {'recomputed' if executor.recompute else 'kept'} in backward",
+                f"FSDP2 over all ranks; {_RECOMPUTE[config.train.recompute]} in backward",
             ],
         ),
         ("tree", draw_tree(prepared.tree)),
-        ("planner", [f"{task.planner}{degree}"]),
+        ("planner", [f"{task.planner}{degree}" + ("" if task.streaming else "; groups one after the other")]),
         ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
         (
             "memory",

@@ -44,6 +44,7 @@ class StepMetrics:
         gap_to_bound: How far that is above the least makespan of any plan of this batch, as a fraction of it.
         planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
+        exposed: Measured, mean over ranks: part of the step that attention waited for exchanges, late peers included.
         wait_s: Seconds that this rank waited for its plan.
         save_s: Seconds that this rank waited for checkpoints since the step before.
         load_s: Seconds that the slowest rank read its tokens; part of ``step_s``.
@@ -72,6 +73,7 @@ class StepMetrics:
     gap_to_bound: float
     planning_s: float
     attention_s: float
+    exposed: float
     wait_s: float
     save_s: float
     load_s: float
@@ -96,7 +98,7 @@ class StepMetrics:
         return (
             f"step {self.step:>{width}}/{num_steps}  {learnt}  {rate} tokens/s  {mfu}"
             f"{format_seconds(self.step_s)}{estimated}  imbalance {self.imbalance:.1%}  "
-            f"microbatches {self.num_microbatches}  sequences by degree {degrees}"
+            f"exposed {self.exposed:.1%}  microbatches {self.num_microbatches}  sequences by degree {degrees}"
         )
 
     def values(self) -> dict[str, float]:

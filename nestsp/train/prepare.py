@@ -108,6 +108,11 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if planner.attention in ("ring", "hybrid") and shape.window:
+        raise ConfigError(
+            f"planner.attention is {planner.attention}, but the model has layers with a sliding window of "
+            f"{format_count(shape.window)}, which no ring runs; set it to auto or ulysses"
+        )
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
     if samples.store.vocab_size > shape.vocab_size:
@@ -151,6 +156,8 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        streaming=planner.streaming,
+        attention=planner.attention,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:

@@ -23,6 +23,7 @@ class RankReport:
     Attributes:
         loss_sum: Over the targets that it held.
         attention_s: Seconds in attention, waiting for exchanges included.
+        waited_s: Seconds of them that it waited for exchanges.
         load_s: Seconds that it read tokens and made tensors.
         peak_memory_bytes: The most that it has held until now.
         stop: It was asked to save and end.
@@ -32,6 +33,7 @@ class RankReport:
 
     loss_sum: float
     attention_s: float
+    waited_s: float
     load_s: float
     peak_memory_bytes: float
     stop: bool = False
@@ -51,7 +53,7 @@ def exchange_reports(report: RankReport, device: torch.device, num_ranks: int) -
     everyones = mine.new_empty(num_ranks * len(mine))
     dist.all_gather_single(everyones, mine)
     return tuple(
-        RankReport(*numbers[:4], *(wish > 0 for wish in numbers[4:]))
+        RankReport(*numbers[:5], *(wish > 0 for wish in numbers[5:]))
         for numbers in everyones.view(num_ranks, -1).tolist()
     )
 

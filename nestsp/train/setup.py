@@ -34,7 +34,12 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 def build_executor(
-    prepared: Prepared, world: World, *, dtype: torch.dtype, model_options: Mapping[str, Any] | None = None
+    prepared: Prepared,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    streaming: bool,
+    model_options: Mapping[str, Any] | None = None,
 ) -> Executor:
     """Build the model on every rank from the same seed, shard it, and make and warm the process groups.
 
@@ -42,6 +47,7 @@ def build_executor(
         prepared: The run.
         world: This rank.
         dtype: Of computation. Parameters and reductions are float32, or float64 for float64.
+        streaming: Of the planning task, which is the same on all ranks.
         model_options: Passed to Transformers, such as ``experts_implementation``.
 
     Raises:
@@ -59,7 +65,7 @@ def build_executor(
             )
         )
     nn.Module.to(model, world.device)
-    install_layer_runner(model, recompute=train.recompute)
+    install_layer_runner(model)
     root = LossRoot(model, train.loss_slice_tokens)
     mesh = init_device_mesh(world.device.type, (world.cluster.num_ranks,))
     reduce_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -78,8 +84,8 @@ def build_executor(
         world.rank,
         world.device,
         choose_kernel(world.device, dtype, prepared.shape.head_dim),
-        train.recompute,
         AttentionTimer(world.device),
+        streaming,
     )
 
 

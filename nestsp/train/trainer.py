@@ -29,6 +29,7 @@ from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
+from nestsp.report.measured import TimedTurn, attention_s, waited_s
 from nestsp.simulate import imbalance, plan_work
 from nestsp.train.banner import run_banner
 from nestsp.train.checkpoint import Progress, RunIdentity, load_checkpoint, model_digest, read_progress
@@ -46,6 +47,7 @@ from nestsp.train.run_folder import METRICS, PLANS, STOP, open_run_folder
 from nestsp.train.saver import Saver
 from nestsp.train.setup import build_executor, compute_dtype
 from nestsp.train.signals import Requests
+from nestsp.train.trace import TraceFiles
 from nestsp.train.trackers import check_trackers
 from nestsp.train.update import learning_rate, make_optimizer, update
 from nestsp.train.watchdog import Watchdog
@@ -95,7 +97,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
     )
     settings = {**lasting_settings(config), **limits.to_settings()}
-    executor = build_executor(prepared, world, dtype=dtype)
+    executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
     if checkpoint is not None:
@@ -124,9 +126,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         background=config.train.save_in_background,
         timeout_s=config.cluster.timeout_s,
     )
+    trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
     peak = task.cost().profile.peak_flops_per_s if dtype == torch.bfloat16 else None
     with Requests() as requests, Watchdog(world, executor.place, requests, config.train.stall_s) as watchdog:
-        loop = _Loop(prepared, task, world, executor, optimizer, folder, screen, saver, requests, watchdog, peak)
+        loop = _Loop(prepared, task, world, executor, optimizer, folder, screen, saver, requests, watchdog, trace, peak)
         stopped = loop.run(start, records)
         with watchdog.resting():
             loop.finish(stopped)
@@ -163,6 +166,7 @@ class _Loop:
     saver: Saver
     requests: Requests
     watchdog: Watchdog
+    trace: TraceFiles
     peak_flops_per_s: float | None
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
@@ -264,14 +268,16 @@ class _Loop:
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
+        self.executor.timer.begin()
         place.task = "reads its tokens"
         local = self.executor.load(plan, self.prepared.samples.read)
         loaded = time.perf_counter()
         place.task = "runs"
         loss_sum = self.executor.run(local).item()
+        turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
-            self._report(loss_sum, loaded - start), self.world.device, self.world.cluster.num_ranks
+            self._report(loss_sum, loaded - start, turns), self.world.device, self.world.cluster.num_ranks
         )
         total_loss = sum(report.loss_sum for report in reports)
         place.task = "updates the weights"
@@ -287,6 +293,7 @@ class _Loop:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
+        self.trace.write(step, turns)
         estimated_s = speed.estimate_s(planned.makespan_s)
         speed.add(planned.makespan_s, step_s)
         self.watchdog.step_took(step_s)
@@ -312,6 +319,7 @@ class _Loop:
             gap_to_bound=planned.gap,
             planning_s=planned.planning_s,
             attention_s=sum(report.attention_s for report in reports) / len(reports),
+            exposed=sum(report.waited_s for report in reports) / len(reports) / step_s,
             wait_s=start - before_plan,
             save_s=self.saver.take_wait_s(),
             load_s=max(report.load_s for report in reports),
@@ -323,11 +331,12 @@ class _Loop:
         )
         return _Step(record, plan, taken.after, reports)
 
-    def _report(self, loss_sum: float, load_s: float) -> RankReport:
+    def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()
         return RankReport(
             loss_sum=loss_sum,
-            attention_s=self.executor.timer.take_s(),
+            attention_s=attention_s(turns),
+            waited_s=waited_s(turns),
             load_s=load_s,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
             stop=self.requests.stop is not None or (self.world.is_first and self._stop_file.exists()),

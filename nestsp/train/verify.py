@@ -78,7 +78,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     plan, note = world.together(lambda: choose_plan(prepared, task, max_tokens))
     screen.say(_banner(prepared, world, plan, note))
     options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
-    executor = build_executor(prepared, world, dtype=torch.float64, model_options=options)
+    executor = build_executor(prepared, world, dtype=torch.float64, streaming=task.streaming, model_options=options)
     screen.say("running the planned step ...")
     planned = _planned(executor, plan, prepared, world)
     code = 0

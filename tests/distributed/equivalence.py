@@ -41,7 +41,7 @@ from nestsp.model.adapter import build_model, model_config, model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
-from nestsp.shape import ModelShape, head_shares
+from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import rank_spans
 from nestsp.train.parallelize import shard_root
 
@@ -85,10 +85,11 @@ class Case:
     Attributes:
         keys: Of the model's config, beyond `COMMON`.
         plan: As JSON.
-        recompute: Layers are recomputed.
+        recompute: Layers are recomputed, but for those that the plan keeps; otherwise all are kept.
         slice_tokens: Tokens of one slice of the loss.
         trainable: If given, only parameters whose names contain one of these texts are trained.
         weighted: Targets have weights of all signs and sizes, instead of 1.
+        streaming: Groups take turns.
     """
 
     keys: Mapping[str, Any]
@@ -97,6 +98,15 @@ class Case:
     slice_tokens: int = 5
     trainable: tuple[str, ...] | None = None
     weighted: bool = False
+    streaming: bool = True
+
+    @property
+    def made(self) -> Plan:
+        """The plan."""
+        plan, layers = Plan.from_json(self.plan), small_config(self.keys)["num_hidden_layers"]
+        if self.recompute:
+            return plan
+        return replace(plan, microbatches=tuple(replace(m, num_kept_layers=layers) for m in plan.microbatches))
 
 
 @dataclass(frozen=True)
@@ -162,8 +172,8 @@ class CountingKernel:
         self.calls: Counter[str] = Counter()
         self.inner = inner or CpuFlash()
 
-    def windowed(self, window: int) -> CountingKernel:
-        kernel = CountingKernel(self.inner.windowed(window))
+    def adapted(self, window: int | None, softcap: float | None) -> CountingKernel:
+        kernel = CountingKernel(self.inner.adapted(window, softcap))
         kernel.calls = self.calls
         return kernel
 
@@ -265,17 +275,17 @@ def make_executor(
     reduce_dtype: torch.dtype = torch.float64,
     sharded: bool = True,
 ) -> Executor:
-    tree = Plan.from_json(case.plan).tree
+    tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
-    install_layer_runner(model, recompute=case.recompute)
+    install_layer_runner(model)
     root = LossRoot(model, slice_tokens=case.slice_tokens)  # type: ignore[arg-type]
     if sharded:
         mesh = init_device_mesh("cpu", (tree.num_ranks,))
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if links is None:
-        links = make_tree_links(Plan.from_json(case.plan), rank)
-    return Executor(root, shape, links, rank, CPU, CountingKernel(), case.recompute, AttentionTimer(CPU))
+        links = make_tree_links(case.made, rank)
+    return Executor(root, shape, links, rank, CPU, CountingKernel(), AttentionTimer(CPU), case.streaming)
 
 
 def make_tree_links(plan: Plan, rank: int) -> Mapping[int, Link]:
@@ -299,9 +309,6 @@ def origins(plan: Plan, rank: int) -> list[list[tuple[int, int]]]:
 
 
 def load(executor: Executor, plan: Plan, tokens: Mapping[int, Tensor], *, weighted: bool = False) -> LocalBatch:
-    if not executor.recompute:
-        layers = executor.shape.num_layers
-        plan = replace(plan, microbatches=tuple(replace(m, num_kept_layers=layers) for m in plan.microbatches))
     plan.check()
     executor.check(plan)
     local = executor.load(plan, reader(tokens))
@@ -348,7 +355,7 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
     links: dict[tuple[int, ...], Mapping[int, Link]] = {}
     outcomes = []
     for case in cases:
-        plan = Plan.from_json(case.plan)
+        plan = case.made
         if plan.tree.fanouts not in links:
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
@@ -368,7 +375,7 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
         # Frozen layers are not recomputed, and what autograd never reaches has no backward.
         faults = order_faults(logs)
         if case.trainable is None:
-            faults += count_faults(plan, executor.shape, case.recompute, logs)
+            faults += count_faults(plan, executor.shape, logs)
         outcomes.append(Outcome(verification, tuple(faults)))
     return outcomes
 
@@ -393,21 +400,23 @@ def order_faults(logs: Sequence[Log]) -> list[str]:
     return []
 
 
-def count_faults(plan: Plan, shape: ModelShape, recompute: bool, logs: Sequence[Log]) -> list[str]:
+def count_faults(plan: Plan, shape: ModelShape, logs: Sequence[Log]) -> list[str]:
     """Whether every rank issued the exchanges, and called the kernels, that the schedule says; no more, no fewer."""
-    passes = [Pass.FORWARD, Pass.RECOMPUTE, Pass.BACKWARD] if recompute else [Pass.FORWARD, Pass.BACKWARD]
     faults = []
     for rank, log in enumerate(logs):
         exchanges: Counter[tuple[int, int]] = Counter()
         kernel: Counter[str] = Counter()
         for microbatch in plan.microbatches:
+            recomputed = shape.num_layers - microbatch.num_kept_layers
+            times = {Pass.FORWARD: shape.num_layers, Pass.RECOMPUTE: recomputed, Pass.BACKWARD: shape.num_layers}
             for placement in microbatch.on_rank(rank):
                 group = placement.group
-                count = sum(num_exchanges(placement, which) for which in passes)
-                exchanges[group.level, group.first_rank] += shape.num_layers * count
-                calls = shape.num_layers * num_kernel_calls(plan, placement, rank, shape)
-                kernel["forward"] += calls * (2 if recompute and placement.keep == "none" else 1)
-                kernel["backward"] += calls
+                exchanges[group.level, group.first_rank] += sum(
+                    number * num_exchanges(placement, which) for which, number in times.items()
+                )
+                calls = num_kernel_calls(plan, placement, rank, shape)
+                kernel["forward"] += calls * (shape.num_layers + (recomputed if placement.keep == "none" else 0))
+                kernel["backward"] += calls * shape.num_layers
         if Counter(log.exchanges) != +exchanges:
             faults.append(f"rank {rank} issued {Counter(log.exchanges)}, but the schedule says {+exchanges}")
         if log.kernel != +kernel:
@@ -416,11 +425,14 @@ def count_faults(plan: Plan, shape: ModelShape, recompute: bool, logs: Sequence[
 
 
 def num_kernel_calls(plan: Plan, placement: Placement, rank: int, shape: ModelShape) -> int:
-    """One for each ring member of whose keys this rank's queries see any, if it has a head to work for."""
+    """One for each ring member of whose keys this rank's queries see any, or slice in which it has a head."""
     group, ring_degree = placement.group, placement.ring_degree
     inside = group.degree // ring_degree
     member, place = divmod(rank - group.first_rank, inside)
-    if not head_shares(shape.num_heads, shape.num_kv_heads, inside)[place].query:
+    heads = head_shares(shape.num_heads, shape.num_kv_heads, inside)
+    if ring_degree == 1:
+        return sum(bool(slice_of[place].query) for slice_of in head_slices(heads, placement.num_slices))
+    if not heads[place].query:
         return 0
     (microbatch,) = (n for n, microbatch in enumerate(plan.microbatches) if placement in microbatch.placements)
     held: list[list[tuple[int, int]]] = [[] for _ in range(ring_degree)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def constant_logits(rank: int, num_ranks: int, case: Case) -> float:
         for name, parameter in executor.root.named_parameters():
             if "lm_head" in name:
                 parameter.zero_()  # all logits 0: each target costs log V
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     total = executor.run(load(executor, plan, make_tokens(plan))).double()
     dist.all_reduce(total)
     return total.item()
@@ -114,7 +115,7 @@ def test_A11_targets_count_equally_whichever_rank_holds_them(pool: RankPool) -> 
 
 
 def only_last_two(rank: int, num_ranks: int, case: Case) -> Verification | None:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     local = load(executor, plan, tokens)
@@ -185,7 +186,7 @@ def test_C8_C9_positions_count_from_the_sequences_start_on_every_rank() -> None:
 
 def all_logits(rank: int, num_ranks: int, case: Case, changed: Sequence[int | None]) -> list[dict[Any, Tensor]]:
     """Logits of all tokens, once for each sequence that is changed; on rank 0."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     results = []
     for identity in changed:
@@ -269,7 +270,7 @@ def test_D14_groups_use_their_own_ranks_not_the_worlds(pool: RankPool) -> None:
 
 def sent_bytes(rank: int, num_ranks: int, case: Case) -> list[tuple[int, int]]:
     """(bytes sent to other ranks in one step, as recorded; as the formula says)."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     with recorded(executor, plan) as log:
         planned_gradients(executor, plan, make_tokens(plan))
@@ -296,9 +297,13 @@ def sent_bytes(rank: int, num_ranks: int, case: Case) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 4), (8, 1)])
 def test_D15_keys_and_values_travel_compact(pool: RankPool, keep: Any, heads: int, kv_heads: int) -> None:
     plan = plan_of((4,), (29, 3), {(0, 0): [0, 1]}, keep=keep)
+    (microbatch,) = plan.microbatches
+    placement = replace(microbatch.placements[0], num_slices=2)
+    sliced = replace(plan, microbatches=(replace(microbatch, placements=(placement,)),))
     keys = {**QWEN3, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    for ((measured, expected),) in pool.run(sent_bytes, Case(keys, plan.to_json())):
-        assert measured == expected
+    for each in (plan, sliced):  # slices of heads carry the same, in more exchanges
+        for ((measured, expected),) in pool.run(sent_bytes, Case(keys, each.to_json())):
+            assert measured == expected
 
 
 def test_D15_a_quarter_of_the_key_value_heads_is_a_quarter_of_their_bytes() -> None:
@@ -345,7 +350,7 @@ class Broken(Exception):
 
 
 def fail_and_go_on(rank: int, num_ranks: int, case: Case, where: str) -> Verification | None:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     local = load(executor, plan, tokens)

@@ -131,12 +131,12 @@ def plan_of(tree: GroupTree, batch: SequenceBatch) -> Plan:
 def make_trainee(rank: int, num_ranks: int, keys: dict[str, Any] = QWEN3_MOE, seed: int = 3) -> Trainee:
     config = model_config(small_config(keys))
     model = build_model(config, seed=seed)
-    install_layer_runner(model, recompute=True)
+    install_layer_runner(model)
     root = LossRoot(model, slice_tokens=5)
     shard_root(root, init_device_mesh("cpu", (num_ranks,)), compute_dtype=torch.float32, reduce_dtype=torch.float32)
     tree = GroupTree((num_ranks,) if num_ranks > 1 else ())
     links = make_links(tree, rank, CPU, ranks_per_host=num_ranks, timeout=timedelta(seconds=30))
-    executor = Executor(root, model_shape(config), links, rank, CPU, CpuFlash(), True, AttentionTimer(CPU))
+    executor = Executor(root, model_shape(config), links, rank, CPU, CpuFlash(), AttentionTimer(CPU))
     identity = RunIdentity("corpus-digest", model_digest(config), "books", "tiny")
     optimizer = make_optimizer(root, CONFIG, fused=False)
     control = dist.group.WORLD

@@ -56,7 +56,7 @@ def nested_plan(tree: GroupTree, keep: Any = "none") -> Plan:
 
 def check(pool: RankPool, cases: Sequence[Case]) -> None:
     """All cases must have one number of ranks."""
-    ranks = Plan.from_json(cases[0].plan).tree.num_ranks
+    ranks = cases[0].made.tree.num_ranks
     outcomes = pool.run(compare_with_one_process, cases, ranks=ranks, timeout_s=30.0 + 10.0 * len(cases))[0]
     assert len(outcomes) == len(cases)
     for case, outcome in zip(cases, outcomes, strict=True):
@@ -93,6 +93,29 @@ def test_kept_outputs_give_the_same_gradients(pool: RankPool, tree: tuple[int, .
     check(pool, [Case(keys, plan, recompute) for keys in MODELS.values() for recompute in (True, False)])
 
 
+def keeping(plan: Plan, *num_kept_layers: int) -> Plan:
+    """The same plan; each microbatch keeps so many layers."""
+    made = (replace(m, num_kept_layers=k) for m, k in zip(plan.microbatches, num_kept_layers, strict=True))
+    return replace(plan, microbatches=tuple(made))
+
+
+@pytest.mark.parametrize("tree", [(2, 2), (3,)], ids=["4", "3"])
+def test_some_kept_layers_give_the_same_gradients(pool: RankPool, tree: tuple[int, ...]) -> None:
+    """Another number in each microbatch, none and all three among them; recomputes are counted, see `count_faults`."""
+    plans = [
+        keeping(nested_plan(GroupTree(tree), keep=keep), *kept)
+        for keep in ("none", "output")
+        for kept in ((1, 2, 0), (0, 3, 1))
+    ]
+    check(pool, [Case(keys, plan.to_json()) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
+
+
+def test_groups_one_after_the_other_give_the_same_gradients(pool: RankPool) -> None:
+    """Without streaming; the order of all ranks' exchanges is checked as with it."""
+    plans = [nested_plan(GroupTree((2, 2)), keep=keep) for keep in ("none", "output")]
+    check(pool, [Case(keys, plan.to_json(), streaming=False) for keys in (LLAMA, QWEN3_MOE) for plan in plans])
+
+
 def test_heads_need_not_divide_by_ranks(pool: RankPool) -> None:
     """Rows D9 and D11 of the shared cases: awkward numbers of heads, and fewer key/value heads than ranks."""
     cases = []
@@ -100,6 +123,26 @@ def test_heads_need_not_divide_by_ranks(pool: RankPool) -> None:
         keys = {**QWEN3, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
         plans = [nested_plan(GroupTree((2, 2)), keep=keep) for keep in ("none", "output")]
         cases += [Case(keys, plan.to_json()) for plan in plans]
+    check(pool, cases)
+
+
+def test_slices_of_heads_give_the_gradients_of_one_process(pool: RankPool) -> None:
+    """Also more slices than heads, beside groups in one piece, and in layers that are kept."""
+    cases = []
+    for heads, kv_heads, num_slices in ((6, 3, 2), (8, 1, 3), (3, 3, 4), (28, 4, 2)):
+        keys = {**QWEN3, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        for keep in ("none", "output"):
+            plan = keeping(nested_plan(GroupTree((2, 2)), keep=keep), 0, 1, 2)
+            sliced = tuple(
+                replace(
+                    m,
+                    placements=tuple(
+                        replace(p, num_slices=num_slices) if p.group.level == 0 else p for p in m.placements
+                    ),
+                )
+                for m in plan.microbatches
+            )
+            cases.append(Case(keys, replace(plan, microbatches=sliced).to_json()))
     check(pool, cases)
 
 

@@ -64,7 +64,7 @@ def alone(num_ranks: int, ring_degree: int, lengths: Sequence[int] = LENGTHS, ke
 
 
 def check(pool: RankPool, cases: Sequence[Case]) -> None:
-    ranks = Plan.from_json(cases[0].plan).tree.num_ranks
+    ranks = cases[0].made.tree.num_ranks
     outcomes = pool.run(compare_with_one_process, cases, ranks=ranks, timeout_s=30.0 + 10.0 * len(cases))[0]
     for case, outcome in zip(cases, outcomes, strict=True):
         assert outcome.verification.passes(TOLERANCE), (case, outcome)
@@ -152,7 +152,7 @@ def test_C8_positions_count_from_the_sequences_start_in_every_chunk() -> None:
 
 
 def all_logits(rank: int, num_ranks: int, case: Case, changed: Sequence[int | None]) -> list[dict[Any, Tensor]]:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     results = []
     for which in changed:
@@ -180,7 +180,7 @@ def test_C14_changing_one_sequence_leaves_the_logits_of_all_others_in_a_ring(
 
 def error_in_bf16(rank: int, num_ranks: int, case: Case) -> float:
     """Error of all gradients of a bf16 step, against float64 in one process with the same (bf16) weights."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = planned_gradients(executor, plan, make_tokens(plan))
     if rank != 0:
@@ -219,7 +219,7 @@ def groups_made(rank: int, num_ranks: int, case: Case) -> tuple[int, int, int]:
         calls["messages"] += 1
         raise AssertionError("a message from rank to rank would get a communicator of its own")
 
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     with patch.object(dist, "new_group", counted):
         executor = make_executor(case, rank, sharded=False)
         with_tree = calls["groups"]
@@ -238,7 +238,7 @@ def test_F9_rings_and_hybrids_use_the_groups_own_communicator(pool: RankPool, nu
 
 def ring_bytes(rank: int, num_ranks: int, case: Case) -> tuple[int, int]:
     """(bytes sent in one step, as recorded; as the formula says)."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     with recorded(executor, plan) as log:
         planned_gradients(executor, plan, make_tokens(plan))

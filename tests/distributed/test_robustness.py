@@ -75,7 +75,7 @@ def test_targets_may_have_any_weights(pool: RankPool) -> None:
 
 def evaluate_and_train(rank: int, num_ranks: int, case: Case) -> tuple[float, float, Verification | None]:
     """Loss with and without gradients before a training step, and whether the step is right after it."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     losses = []
@@ -107,7 +107,7 @@ def test_evaluation_keeps_nothing_and_leaves_training_right(pool: RankPool) -> N
 
 
 def without_fsdp(rank: int, num_ranks: int, case: Case) -> Verification | None:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank, sharded=False)
     total = executor.run(load(executor, plan, tokens)).double()
@@ -135,7 +135,7 @@ def test_A8_a_model_that_is_not_sharded_gives_the_same_gradients(pool: RankPool,
 
 def three_steps(rank: int, num_ranks: int, case: Case) -> tuple[float, float]:
     """Largest difference between parameters after three steps of plain SGD and those of one process."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank)
     alone = make_model(case.keys, "sdpa")
@@ -169,7 +169,7 @@ def test_parameters_after_three_steps_are_those_of_one_process(pool: RankPool) -
 
 def low_precision_errors(rank: int, num_ranks: int, case: Case) -> tuple[dict[str, float], dict[str, float]]:
     """Relative gradient errors in bfloat16 by parameter, of one process and of the plan, against float64."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     executor.run(load(executor, plan, tokens))
@@ -212,7 +212,7 @@ def test_E14_bfloat16_is_at_most_three_times_as_far_off_as_one_process_in_bfloat
 
 def filler_only(rank: int, num_ranks: int, case: Case) -> tuple[float, int]:
     """This rank's loss, and its exchanges, in a plan that gives work to rank 0 alone."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     local = load(executor, plan, make_tokens(plan))
     assert bool(local.microbatches[0].tokens.num_tokens) == (rank == 0)
@@ -231,7 +231,7 @@ def test_ranks_without_tokens_in_any_microbatch_add_nothing(pool: RankPool) -> N
 
 def run_twice(rank: int, num_ranks: int, case: Case) -> bool:
     """Whether the same batch gives the same bits again, and adds to the gradients that are there."""
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     executor = make_executor(case, rank)
     local = load(executor, plan, make_tokens(plan))
     executor.run(local)
@@ -260,7 +260,7 @@ def test_logits_without_gradients_are_those_of_one_process(pool: RankPool) -> No
 
 
 def logit_error(rank: int, num_ranks: int, case: Case) -> float:
-    plan = Plan.from_json(case.plan)
+    plan = case.made
     tokens = make_tokens(plan)
     found = logits_by_token(make_executor(case, rank), plan, tokens)
     model = make_model(case.keys, "sdpa")

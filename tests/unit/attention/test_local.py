@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.overrides
 from torch import Tensor
 
 from nestsp.attention.local import (
@@ -147,7 +149,7 @@ def test_any_strides_will_do(kernel: Kernel) -> None:
 @pytest.mark.parametrize("window", [1, 2, 5, 32, 33, 100])
 def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
     """E3: a query sees itself and the window - 1 keys before it."""
-    kernel = KERNELS[name].windowed(window)
+    kernel = KERNELS[name].adapted(window, None)
     if isinstance(kernel, MathKernel):
         kernel.block = getattr(KERNELS[name], "block", 512)
     q, k, v, dout = draw(4, 2, 8, torch.float64)
@@ -165,6 +167,59 @@ def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
     assert_close(out, torch.cat(expected).detach(), 1e-13)
     for grad, wanted in zip(grads, torch.autograd.grad(torch.cat(expected), inputs, dout), strict=True):
         assert_close(grad, wanted, 1e-13)
+
+
+@pytest.mark.parametrize("name", KERNELS.keys())
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_soft_cap_bends_scores(name: str, window: int | None) -> None:
+    """Scores far above the cap and far below; causal in a window or not, and a block without a mask."""
+    kernel = KERNELS[name].adapted(window, 1.5)
+    assert isinstance(kernel, MathKernel)
+    kernel.block = getattr(KERNELS[name], "block", 512)
+    q, k, v, dout = draw(4, 2, 8, torch.float64)
+    kv_of_query, segments = (0, 0, 1, 1), Segments.of(LENGTHS, CPU)
+    for causal in (True, False) if window is None else (True,):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = []
+        for s in segments.slices():
+            distance = torch.arange(s.stop - s.start)[:, None] - torch.arange(s.stop - s.start)
+            hidden = (distance < 0) | (distance >= (window or 1000)) if causal else distance > 1000
+            q_s, k_s, v_s = (x[s].transpose(0, 1) for x in inputs)
+            k_s, v_s = (x.repeat_interleave(2, 0) for x in (k_s, v_s))
+            scores = 1.5 * torch.tanh(q_s @ k_s.transpose(1, 2) * 0.9 / 1.5)
+            expected.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_s).transpose(0, 1))
+        if causal:
+            out, lse = attend(kernel, q, k, v, segments, 0.9, kv_of_query)
+            grads = attend_backward(kernel, dout, q, k, v, out, lse, segments, 0.9, kv_of_query)
+        else:
+            out, lse = attend_block(kernel, q, k, v, segments, segments, 0.9, kv_of_query)
+            grads = attend_block_backward(kernel, dout, q, k, v, out, lse, segments, segments, 0.9, kv_of_query)
+        assert_close(out, torch.cat(expected).detach(), 1e-13)
+        for grad, wanted in zip(grads, torch.autograd.grad(torch.cat(expected), inputs, dout), strict=True):
+            assert_close(grad, wanted, 1e-13)
+
+
+def test_the_plain_kernels_memory_grows_with_a_sequence_not_with_its_square() -> None:
+    """Whatever the length, a block has no more scores than one block may have."""
+    kernel = MathKernel(softcap=30.0)
+    kernel.block_elements = 40_000  # all scores of the longer one are 270,400
+    sizes: list[int] = []
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                sizes.append(result.numel())
+            return result
+
+    q, k, v, dout = draw(4, 2, 8, torch.float64, tokens=300)
+    segments = Segments.of((260, 40), CPU)
+    with Counting():
+        out, lse = kernel.forward(q, k, v, segments, 0.3)
+        kernel.backward(dout, q, k, v, out, lse, segments, 0.3)
+    assert 20_000 < max(sizes) <= 40_000
+    whole = MathKernel(softcap=30.0).forward(q, k, v, segments, 0.3)
+    assert torch.allclose(out, whole[0], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())

@@ -77,6 +77,40 @@ def test_groups_attend_apart_and_gradients_are_right(recomputed: bool, keep: Kee
     assert not context.stash
 
 
+@pytest.mark.parametrize("keep", ["none", "output"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_E6_sinks_have_gradients_from_all_groups(recomputed: bool, keep: Keep) -> None:
+    inputs = draw(12)
+    sinks = torch.randn(HEADS, dtype=torch.float64).requires_grad_()
+    context = make_context([(5, 1), (4, 2)], recomputed, keep)
+    if recomputed:
+        out = checkpoint(attend_groups, context, 0, 0.3, *inputs, sinks=sinks, use_reentrant=False)
+    else:
+        out = attend_groups(context, 0, 0.3, *inputs, sinks=sinks)
+    wanted = []
+    for rows in (slice(0, 5), slice(5, 6), slice(6, 10), slice(10, 12)):
+        q, k, v = (x[rows].transpose(0, 1) for x in inputs)
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * 0.3
+        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        wanted.append((scores.softmax(-1)[..., :-1] @ v).transpose(0, 1))
+    right = torch.cat(wanted)
+    assert torch.allclose(out, right, rtol=0, atol=1e-14)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, [*inputs, sinks], dout)
+    for grad, of_right in zip(found, torch.autograd.grad(right, [*inputs, sinks], dout), strict=True):
+        assert torch.allclose(grad, of_right, rtol=0, atol=1e-13)
+    assert not context.stash
+
+
+def test_a_filler_token_gives_sinks_a_gradient_of_zeros() -> None:
+    inputs, sinks = draw(1), torch.randn(HEADS, dtype=torch.float64).requires_grad_()
+    out = attend_groups(make_context([]), 0, 0.3, *inputs, sinks=sinks)
+    (grad,) = torch.autograd.grad(out.sum(), sinks)
+    assert torch.equal(grad, torch.zeros(HEADS, dtype=torch.float64))
+
+
 def test_what_is_kept_for_backward_is_no_view_of_something_larger() -> None:
     """Two groups' rows lie in one tensor; each group must not hold the other's."""
     held: list[Tensor] = []
@@ -153,6 +187,34 @@ def test_after_an_error_in_a_kernel_the_next_call_is_right() -> None:
     with pytest.raises(RuntimeError, match="the kernel failed"):
         attend_groups(context, 0, 0.3, *inputs)
     assert torch.allclose(attend_groups(context, 0, 0.3, *inputs), expected(inputs, (5, 1, 4, 2)), rtol=0, atol=1e-14)
+
+
+class Listed:
+    """A timer whose instants are 0, 1, 2 ..."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.turns: list[tuple[int, Pass, Turn, int, int, int]] = []
+
+    def now(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: int, arrived: int, ended: int) -> None:
+        self.turns.append((layer, which, turn, began, arrived, ended))
+
+
+def test_every_turn_is_timed_once_in_each_pass() -> None:
+    inputs, timer = draw(12), Listed()
+    context = make_context([(5, 1), (4, 2)], recomputed=True)
+    context.timer = timer
+    out = checkpoint(attend_groups, context, 0, 0.3, *inputs, use_reentrant=False)
+    out.sum().backward()
+    wanted = [(which, turn) for which in (Pass.FORWARD, Pass.RECOMPUTE, Pass.BACKWARD) for turn in context.turns[which]]
+    assert [(which, turn) for _, which, turn, *_ in timer.turns] == wanted
+    instants = [instant for *_, began, arrived, ended in timer.turns for instant in (began, arrived, ended)]
+    assert instants == sorted(instants)
+    assert all(began == arrived < ended for *_, began, arrived, ended in timer.turns)  # nothing to wait for
 
 
 def test_a_group_with_more_exchanges_than_its_schedule_is_an_error() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from nestsp.cost.compute import StreamSize, make_compute_cost
+from nestsp.cost.compute import ComputeCost, StreamSize, make_compute_cost
 from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
 
@@ -89,6 +91,26 @@ def test_nothing_undercuts_the_best_point_of_the_surface() -> None:
                 best = COST.best_attention_s(direction, heads, size.tokens, size.squares)
                 real = COST.attention_s(direction, heads, size.tokens, size.squares, size.longest)
                 assert best <= real
+
+
+def windowed(window: int, layers: int) -> ComputeCost:
+    shape = dataclasses.replace(known_model("llama-3.1-8b"), window=window, num_window_layers=layers)
+    return make_compute_cost(shape, load_profile("h100"))
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
+@pytest.mark.parametrize("layers", [0, 8, 32])
+def test_a_windows_pairs_are_those_that_its_queries_see(length: int, layers: int) -> None:
+    seen = sum(min(query, 6) for query in range(1, length + 1))
+    expected = (layers * seen + (32 - layers) * length * (length + 1) / 2) / 32
+    assert (float(windowed(6, layers).squares(length)) + length) / 2 == pytest.approx(expected)
+
+
+def test_attention_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:
+    cost = windowed(1024, 32)
+    times = [float(cost.attention_s("forward", 32, n, cost.squares(n), n)) for n in (16_384, 32_768, 65_536)]
+    assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0]), rel=1e-3)
+    assert times[2] < float(windowed(0, 0).attention_s("forward", 32, 65_536, 65_536**2, 65_536)) / 20
 
 
 def test_linear_time_follows_active_parameters() -> None:

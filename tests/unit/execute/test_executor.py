@@ -14,6 +14,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
+from nestsp.execute.capability import executor_capabilities
 from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
@@ -40,7 +41,7 @@ def make_executor(tree: GroupTree) -> Executor:
         for level, degree in degrees.items()
         if degree > 1
     }
-    return Executor(nn.Linear(1, 1), SHAPE, links, 0, CPU, CpuFlash(), True, AttentionTimer(CPU))
+    return Executor(nn.Linear(1, 1), SHAPE, links, 0, CPU, CpuFlash(), AttentionTimer(CPU))
 
 
 def plan_for(tree: GroupTree) -> Plan:
@@ -80,10 +81,22 @@ def test_a_ring_is_refused_where_layers_have_windows() -> None:
         windowed.check(with_ring(plan_for(tree), 2))
 
 
-def test_what_is_not_built_is_refused() -> None:
+def test_any_number_of_the_models_layers_may_be_kept_and_no_more() -> None:
     tree = GroupTree((2, 2))
     plan = plan_for(tree)
     (microbatch,) = plan.microbatches
-    kept = replace(plan, microbatches=(replace(microbatch, num_kept_layers=1),))
-    with pytest.raises(PlanError, match="microbatch 0 keeps 1 layers, but this executor recomputes all or none"):
-        make_executor(tree).check(kept)
+    for number in range(SHAPE.num_layers + 1):
+        make_executor(tree).check(replace(plan, microbatches=(replace(microbatch, num_kept_layers=number),)))
+    with pytest.raises(PlanError, match="microbatch 0 keeps 3 layers, but the model has 2; plan for this model"):
+        make_executor(tree).check(replace(plan, microbatches=(replace(microbatch, num_kept_layers=3),)))
+
+
+def test_what_a_run_does_not_want_kept_is_refused() -> None:
+    """`train.recompute` as true or false leaves the planner no choice."""
+    tree = GroupTree((2, 2))
+    (microbatch,) = plan_for(tree).microbatches
+    kept = replace(plan_for(tree), microbatches=(replace(microbatch, num_kept_layers=1),))
+    executor_capabilities(SHAPE).check(kept)
+    for recompute, number in ((True, 0), (False, 2)):
+        with pytest.raises(PlanError, match=f"microbatch 0 keeps 1 layers, but this run keeps {number}; plan with"):
+            executor_capabilities(SHAPE, recompute=recompute).check(kept)

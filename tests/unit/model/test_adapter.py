@@ -342,8 +342,11 @@ def test_attention_answers_in_transformers_layout() -> None:
         ({"nestsp": None}, r"Attention was called without nestsp's context, .*set_attn_implementation\('sdpa'\)"),
         ({"attention_mask": torch.zeros(2, 2)}, "attention got a mask, but sequences are told apart by the plan"),
         ({"dropout": 0.1}, "attention dropout is 0.1, but nestsp runs none; set attention_dropout = 0"),
-        ({"softcap": 30.0}, "attention got softcap = 30.0, but nestsp does not know it"),
-        ({"s_aux": torch.zeros(4, 3)}, r"attention got s_aux = a tensor \[4, 3\], but nestsp does not know it"),
+        ({"soft_cap": 30.0}, "attention got soft_cap = 30.0, but nestsp does not know it"),
+        (
+            {"s_aux": torch.zeros(4, 3)},
+            r"attention got s_aux = a tensor \[4, 3\], but nestsp knows one sink for each of 4 query heads",
+        ),
         ({"cu_seq_lens_q": torch.zeros(2)}, r"attention got cu_seq_lens_q = a tensor \[2\], but"),
         ({"is_causal": False}, "attention got is_causal = False, but nestsp does not know it"),
         ({"anything": 0}, "attention got anything = 0, but nestsp does not know it"),
@@ -354,6 +357,15 @@ def test_E3_E4_E6_attention_refuses_what_it_does_not_know(more: dict[str, Any], 
     with pytest.raises(ModelError, match=sentence) as caught:
         attend(**more)
     assert "\n" not in str(caught.value)
+
+
+def test_D8_an_attention_module_that_is_not_causal_is_refused() -> None:
+    context = AttentionContext({}, {which: () for which in Pass}, CpuFlash(), frozenset())
+    module = Attention()
+    module.is_causal = False  # type: ignore[assignment]
+    x = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ModelError, match="Attention is not causal, but nestsp runs causal attention; take a causal"):
+        nestsp_attention(module, x, x, x, None, scaling=1.0, nestsp=context)
 
 
 def test_a_batch_of_two_rows_is_refused() -> None:
