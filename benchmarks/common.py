@@ -70,7 +70,7 @@ def quickstart(*overrides: str) -> RunConfig:
 def make_executor(config: RunConfig, tree: GroupTree, rank: int) -> Executor:
     """The quickstart's model, sharded over all ranks, in float32 on the CPU."""
     device = torch.device("cpu")
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
     root = LossRoot(build_model(model, seed=0), config.train.loss_slice_tokens)
     install_layer_runner(root.model)

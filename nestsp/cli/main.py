@@ -330,7 +330,7 @@ def _launch(settings: RunConfig) -> None:
     from nestsp.train.console import Screen
     from nestsp.train.prepare import prepare_data
 
-    source = settings.model.config
+    source = settings.model.source
     shape = ModelShape.from_hf_config(read_config_json(Path(source)) if isinstance(source, str) else source)
     num_ranks = settings.cluster.ranks
     if num_ranks is None:

@@ -126,6 +126,8 @@ class Executor:
         for number, microbatch in enumerate(batch.microbatches):
             self.place.enter(number)
             microbatch.attention.stash.clear()  # what a run that failed may have left
+            if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
+                self.root.set_requires_all_reduce(number == len(batch.microbatches) - 1)
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
                 loss = token_loss(microbatch.tokens, nll)

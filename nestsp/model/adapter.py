@@ -216,8 +216,8 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
         )
     if keys.get("output_router_logits"):
         raise ModelError(
-            "output_router_logits is true, but the router's auxiliary loss is off in nestsp; set "
-            "model.config.output_router_logits: false"
+            "output_router_logits is true, but nestsp takes the router's auxiliary loss over whole batches; set "
+            "model.config.output_router_logits: false, and train.router_loss: counting_pass for that loss"
         )
     others = set(keys.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if others:

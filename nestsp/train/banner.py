@@ -82,7 +82,7 @@ def run_banner(
         (
             "data",
             [
-                f"{config.data.source}, tokens by {config.data.tokenizer}",
+                *prepared.samples.describe_sources(),
                 *prepared.samples.counts.describe().split("; "),
             ],
         ),
@@ -90,7 +90,7 @@ def run_banner(
             "steps",
             [
                 steps_arithmetic(
-                    num_samples=prepared.samples.num_samples,
+                    num_samples=prepared.stream.num_samples,
                     steps_in_epoch=prepared.stream.steps_in_epoch(0),
                     num_steps=prepared.num_steps,
                     tokens_per_step=config.data.tokens_per_step,

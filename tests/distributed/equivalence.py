@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
@@ -38,12 +37,14 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
+from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
 from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import rank_spans
-from nestsp.train.parallelize import shard_root
+from nestsp.train.parallelize import make_mesh, shard_root
 
 # Rounding in float64 leaves about 1e-14; anything structural is above 1e-6. In between lie only the models' float32
 # parts (norms, the router's softmax): a value that falls on the other side of a float32 rounding moves results by 1e-8.
@@ -90,6 +91,8 @@ class Case:
         trainable: If given, only parameters whose names contain one of these texts are trained.
         weighted: Targets have weights of all signs and sizes, instead of 1.
         streaming: Groups take turns.
+        mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
+        offload: Inputs of recomputed layers go through `save_on_cpu`.
     """
 
     keys: Mapping[str, Any]
@@ -99,6 +102,8 @@ class Case:
     trainable: tuple[str, ...] | None = None
     weighted: bool = False
     streaming: bool = True
+    mlp_slice_tokens: int | None = None
+    offload: bool = False
 
     @property
     def made(self) -> Plan:
@@ -274,14 +279,23 @@ def make_executor(
     compute_dtype: torch.dtype = torch.float64,
     reduce_dtype: torch.dtype = torch.float64,
     sharded: bool = True,
+    num_shards: int | None = None,
+    router_loss: str = "off",
 ) -> Executor:
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
-    install_layer_runner(model)
-    root = LossRoot(model, slice_tokens=case.slice_tokens)  # type: ignore[arg-type]
+    if case.mlp_slice_tokens is not None:
+        install_mlp_slices(model, case.mlp_slice_tokens)
+    install_layer_runner(model, offload=case.offload)
+    root = LossRoot(
+        model,  # type: ignore[arg-type]
+        case.slice_tokens,
+        None if router_loss == "off" else RouterLoss(model),
+        keeps_router_counts=router_loss == "previous_step",
+    )
     if sharded:
-        mesh = init_device_mesh("cpu", (tree.num_ranks,))
+        mesh = make_mesh("cpu", tree.num_ranks, num_shards or tree.num_ranks)
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if links is None:
         links = make_tree_links(case.made, rank)

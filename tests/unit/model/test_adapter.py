@@ -275,7 +275,10 @@ DENSE_REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 MOE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but results must not depend on the plan; set it to 0"),
-    ({"output_router_logits": True}, "output_router_logits is true, but the router's auxiliary loss is off in nestsp"),
+    (
+        {"output_router_logits": True},
+        "output_router_logits is true, but nestsp takes the router's auxiliary loss over",
+    ),
     ({"num_expert": 64}, r"model.config.num_expert is no key of a qwen3_moe config; did you mean"),
 ]
 
