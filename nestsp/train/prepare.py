@@ -110,6 +110,11 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if planner.attention in ("ring", "hybrid") and shape.window:
+        raise ConfigError(
+            f"planner.attention is {planner.attention}, but the model has layers with a sliding window of "
+            f"{format_count(shape.window)}, which no ring runs; set it to auto or ulysses"
+        )
     if config.train.router_loss != "off" and not shape.num_moe_layers:
         raise ConfigError(
             f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
@@ -166,6 +171,7 @@ def planning_task(
             offloads_inputs=train.offload and device == "cuda",
         ),
         streaming=planner.streaming,
+        attention=planner.attention,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
