@@ -21,7 +21,6 @@ import numpy.typing as npt
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.cost.bound import check_fits
-from nestsp.cost.comm import Payload, member_widths
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
@@ -215,11 +214,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     backward_linear = float(compute.best_attention_s("backward", heads, unit, 0 * unit)[0])
     shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
-    num_bytes = []
-    for degree, share in zip(degrees, shares, strict=True):
-        key_share = member_widths(shape, Payload(0, 1), degree).max() / shape.kv_width
-        split = (memory.layer_exchanged + memory.exchange_buffers) * max(share, key_share) if degree > 1 else 0.0
-        num_bytes.append(memory.least_bytes_per_token / degree + memory.layer_input / degree + split)
+    num_bytes = [memory.stream_bytes(degree) for degree in degrees]
 
     def exchanges(forwards: int, kept: bool) -> list[float]:
         links = [(*forwards * comm.forward(level), *comm.backward(level, kept=kept)) for level in range(len(degrees))]
@@ -244,7 +239,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     linear, square, exchange = bare.linear_s, bare.square_s, exchanges(2, False)
     free = cost.memory_per_rank_bytes - memory.fixed
     # The loss slice is another moment, with fewer bytes per token but those of the slice.
-    at_loss = (free - memory.loss_slice) / (layers * memory.layer_input + memory.loss_hidden)
+    at_loss = (free - memory.loss_slice) / memory.loss_bytes_per_token()
     free = min(free, at_loss * num_bytes[-1])
     fixed = cost.root_gather_s + cost.layer_gather_s + cost.layer_reduce_s + cost.root_reduce_s
     if free <= 0:
