@@ -162,7 +162,7 @@ def main() -> None:
     print(f"warm step {warm_s:.1f} s, step {step_s:.1f} s")
     off = model_bytes / max(rises) - 1
     print(f"rise of resident memory {', '.join(f'{r / 2**20:.0f}' for r in rises)} MiB", end=", ")
-    print(f"memory model {model_bytes / 2**20:.0f} MiB, off by {off:+.1%}; target {MEMORY_TARGET:.0%}")
+    print(f"memory model {model_bytes / 2**20:.0f} MiB, off by {off:+.1%}; target {MEMORY_TARGET:.0%}", flush=True)
     start_s = time.perf_counter()
     expected = reference(lengths, tokens)
     errors = {name: _error(gradients[name], grad) for name, grad in expected.items()}
