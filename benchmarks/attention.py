@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,8 +102,8 @@ def main() -> None:
     for name, lengths in PACKS.items():
         context, leaves = make_context(lengths), inputs(sum(lengths))
         dout = torch.randn(sum(lengths), HEADS, HEAD_DIM)
-        mine = timed(lambda c=context, x=leaves: ours(c, *x), leaves, dout)
-        theirs = timed(lambda n=lengths, x=leaves: rival(n, *x), leaves, dout)
+        mine = timed(partial(ours, context, *leaves), leaves, dout)
+        theirs = timed(partial(rival, lengths, *leaves), leaves, dout)
         a, b = interleave(mine, theirs, NUM_PAIRS)
         result = ratio(a, b)
         worst = max(worst, result.median)

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import where
 from nestsp.attention.local import CpuFlash
@@ -42,7 +44,7 @@ from nestsp.execute.local import load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import full_gradients
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, decoder_layers, model_config, model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
@@ -104,7 +106,9 @@ def make_plan(lengths: list[int]) -> tuple[Plan, float]:
 def reference(lengths: list[int], tokens: Mapping[int, Any]) -> dict[str, Tensor]:
     """Gradients of one process, each sequence alone."""
     root = LossRoot(build_model(model_config(MODEL), seed=0, attention="sdpa"), SLICE_TOKENS)
-    root.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    for layer in decoder_layers(root.model):
+        layer.gradient_checkpointing = True
+        layer.__dict__["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
     alone = GroupTree(())
     for number, length in enumerate(lengths):
         batch = SequenceBatch((number,), (length,))
@@ -158,7 +162,7 @@ def main() -> None:
     if rank != 0:
         return
     print(f"one of {length:,} tokens and {NUM_SHORT} short ones, {sum(lengths):,} in all, 4 ranks; {where()}")
-    print("\n".join(plan.format_tree().splitlines()))
+    print(plan.format_tree())
     print(f"warm step {warm_s:.1f} s, step {step_s:.1f} s")
     off = model_bytes / max(rises) - 1
     print(f"rise of resident memory {', '.join(f'{r / 2**20:.0f}' for r in rises)} MiB", end=", ")

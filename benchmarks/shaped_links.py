@@ -8,7 +8,8 @@ sleeps as long as the cost model says. Rates and latencies of the links are meas
 to the simulator. Compared are forward and backward passes with groups that take turns and without, in turn. Target: at
 least 0.85 of the speed-up that is predicted.
 
-Needs Linux and root; says so otherwise. Leaves with status 1 if the target is missed. Its namespaces have new names in every run and are removed at its end.
+Needs Linux and root; says so otherwise. Leaves with status 1 if the target is missed. Its namespaces have new names in
+every run and are removed at its end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ RATE_MBIT, BURST_KB = 200, 64
 LAYERS, NUM_PAIRS = 3, 9
 TREE = GroupTree((2, 2))
 CPU = torch.device("cpu")
-SHAPE = ModelShape("llama", LAYERS, 64, 8, 8, 64, 64, 64)
+# Heads, and next to no parameters: none are gathered here.
+SHAPE = ModelShape("llama", LAYERS, 1, 8, 8, 64, 1, 1)
 # Of the root, the two pairs and the four ranks: about equal seconds for each, at 2, 4 and 8 heads a rank.
 LENGTHS = (1216, 864, 864, 608, 608, 608, 608)
 FLOPS_PER_S = 1.3e10  # 30 ms a level, forward
