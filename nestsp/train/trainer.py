@@ -23,7 +23,6 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
@@ -87,7 +86,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     """
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -110,7 +109,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
     )
     settings = {**_lasting(config), **limits.to_settings()}
-    evaluated = world.together(lambda: _prepare_evaluation(prepared, screen))
+    evaluated = world.prepare_together("evaluation data", lambda: _prepare_evaluation(prepared, screen))
     forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
     executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
@@ -137,10 +136,14 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     return 0
 
 
-def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -> Prepared:
-    """`prepare`, with a bar while the token store is built. Several ranks may call it at once; one of them builds."""
-    with screen.progress("tokenising", None) as bar:
-        return prepare(config, cluster, bar.set)
+def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Prepared:
+    """`prepare` on all ranks, with a bar: of the store that is built, then of the ranks that are done.
+
+    Raises:
+        NestspError: Something a user can mend, on every rank.
+    """
+    with screen.progress("preparing data", None) as bar:
+        return world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
 
 
 def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
