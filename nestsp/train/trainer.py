@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.data.stream import DataState
-from nestsp.errors import CheckpointError, ConfigError, NumericsError
+from nestsp.errors import CheckpointError, ConfigError, DataError, NumericsError
 from nestsp.execute.executor import Executor
 from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
@@ -143,7 +143,15 @@ def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Pr
         NestspError: Something a user can mend, on every rank.
     """
     with screen.progress("preparing data", None) as bar:
-        return world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
+        prepared = world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
+    if len(set(world.gather(prepared.samples.identity))) > 1:
+        raise everywhere(
+            DataError(
+                f"the ranks read different samples from {config.data.title}, but all must read the same; copy the same "
+                "files and tokenizer to every host"
+            )
+        )
+    return prepared
 
 
 def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
