@@ -73,7 +73,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
     limits = decide_limits(config, world, {})
     task = world.first(
         lambda: planning_task(
