@@ -148,7 +148,8 @@ class Executor:
         """
         self.timer.clear()
         found = []
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches):
+            self.place.enter(number)
             microbatch.attention.stash.clear()
             try:
                 found.append(self.root(microbatch.tokens, microbatch.attention))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from nestsp.cli.export import export_checkpoint
 from nestsp.cluster import GroupTree
 from nestsp.config import LoraConfig
 from nestsp.errors import ModelError
@@ -137,6 +138,8 @@ def test_a_run_with_adapters_exports_both_forms_leaves_the_model_alone_and_resum
     assert len(load_file(run / "adapter" / "adapter_model.safetensors")) == 2 * 2 * 4
     with torch.no_grad():
         assert torch.allclose(adapted(IDS).logits, merged(IDS).logits, atol=1e-5)
+    export_checkpoint(run, tmp_path / "exported", "float32", None)
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (run / "hf" / "model.safetensors").read_bytes()
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 2)
     train(pool, tmp_path / "stopped", *more, resume="auto")
     assert losses(stopped) == losses(run)
