@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from nestsp.errors import CheckpointError, ConfigError
-from nestsp.train.checkpoint import find_checkpoint, read_model
+from nestsp.model.lora import merge_adapters
+from nestsp.train.checkpoint import find_checkpoint, read_model, read_progress
 from nestsp.train.console import Screen
 from nestsp.train.export import refuse_to_replace, write_hugging_face
 
@@ -23,7 +24,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     Args:
         checkpoint: A checkpoint's folder, or a run's, whose latest is taken.
         out: Where to; its name must be free or an export's.
-        dtype: Of the exported numbers.
+        dtype: Of the exported numbers. Adapters are merged.
         tokenizer: A tokenizer's folder, whose files are copied along.
 
     Raises:
@@ -36,6 +37,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     screen = Screen()
     with screen.progress("exporting", None):
         keys, tensors = read_model(found)
+        lora = read_progress(found).settings.get("train.lora")
+        if lora is not None:
+            tensors = merge_adapters(tensors, lora["alpha"] / lora["rank"])
         converted = {name: tensor.to(_DTYPES[dtype]) for name, tensor in tensors.items()}
         config = AutoConfig.for_model(keys.pop("model_type"), **keys)  # no remote code, whatever the keys say
         try:
