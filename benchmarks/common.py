@@ -20,7 +20,8 @@ from nestsp.config import RunConfig, load_config
 from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.train.parallelize import shard_root
 
@@ -70,7 +71,7 @@ def quickstart(*overrides: str) -> RunConfig:
 def make_executor(config: RunConfig, tree: GroupTree, rank: int) -> Executor:
     """The quickstart's model, sharded over all ranks, in float32 on the CPU."""
     device = torch.device("cpu")
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
     root = LossRoot(build_model(model, seed=0), config.train.loss_slice_tokens)
     install_layer_runner(root.model)

@@ -35,8 +35,9 @@ class Place:
 
     def __str__(self) -> str:
         """Words for people, such as ``runs microbatch 0, layer 3, backward, level 1, turn 2``."""
-        words = [f"{self.task} microbatch {self.microbatch}" if self.task == "runs" else self.task]
-        if self.task == "runs":
+        runs = self.task in ("runs", "evaluates")
+        words = [f"{self.task} microbatch {self.microbatch}" if runs else self.task]
+        if runs:
             words += ["before its first attention"] if self.layer is None else [f"layer {self.layer}"]
             words += [] if self.which is None else [self.which.value]
             words += [] if self.turn is None else [f"level {self.turn.level}, after exchange {self.turn.number}"]

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from nestsp.errors import CheckpointError, ConfigError
-from nestsp.train.checkpoint import find_checkpoint, read_model
+from nestsp.model.lora import merge_adapters
+from nestsp.train.checkpoint import find_checkpoint, read_model, read_progress
 from nestsp.train.console import Screen
 from nestsp.train.export import refuse_to_replace, write_hugging_face
 
@@ -36,6 +37,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     screen = Screen()
     with screen.progress("exporting", None):
         keys, tensors = read_model(found)
+        tensors.pop("router_counts", None)  # of the run's routers, not the model's
+        if (lora := read_progress(found).settings.get("train.lora")) is not None:
+            tensors = merge_adapters(tensors, lora["alpha"] / lora["rank"])
         converted = {name: tensor.to(_DTYPES[dtype]) for name, tensor in tensors.items()}
         config = AutoConfig.for_model(keys.pop("model_type"), **keys)  # no remote code, whatever the keys say
         try:

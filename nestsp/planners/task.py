@@ -15,6 +15,7 @@ from typing import Any
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.bound import lower_bound
+from nestsp.cost.memory import PLAIN_MEMORY, MemoryOptions
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.errors import InfeasibleError
@@ -79,6 +80,7 @@ class PlanningTask:
         can: What the executor can run.
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation.
+        memory: What else decides a rank's bytes.
         streaming: Whether groups take turns.
         attention: How groups attend.
     """
@@ -94,6 +96,7 @@ class PlanningTask:
     can: Capabilities
     loss_slice_tokens: int = 2048
     element_bytes: int = 2
+    memory: MemoryOptions = PLAIN_MEMORY
     streaming: bool = True
     attention: AttentionKind = "auto"
 
@@ -111,6 +114,7 @@ class PlanningTask:
             memory_per_rank_bytes=self.memory_per_rank_bytes,
             loss_slice_tokens=self.loss_slice_tokens,
             element_bytes=self.element_bytes,
+            memory=self.memory,
         )
 
     def ground(self) -> Ground:
@@ -204,6 +208,7 @@ class PlanningTask:
             "cluster": Cluster(**data["cluster"]),
             "tree": GroupTree(tuple(data["tree"]["fanouts"])),
             "can": Capabilities(**data["can"]),
+            "memory": MemoryOptions(**data["memory"]),
         }
         return cls(**{**data, **parts})
 

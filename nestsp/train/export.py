@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
+from nestsp.config import LoraConfig
 from nestsp.errors import CheckpointError
+from nestsp.model.lora import merge_adapters, write_adapter
 from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
 
-__all__ = ["export_hugging_face", "refuse_to_replace", "write_hugging_face"]
+__all__ = ["export_adapter", "export_hugging_face", "refuse_to_replace", "write_hugging_face"]
 
 # What a tokenizer's folder may hold of it (Transformers 5).
 _TOKENIZER_FILES = (
@@ -48,6 +50,7 @@ def export_hugging_face(
     rank: int,
     control_group: dist.ProcessGroup,
     tokenizer: Path | None = None,
+    lora: LoraConfig | None = None,
 ) -> Path:
     """Write a model as Hugging Face safetensors and ``config.json``, float32. All ranks call it.
 
@@ -60,6 +63,7 @@ def export_hugging_face(
         rank: This one.
         control_group: A CPU group of all ranks.
         tokenizer: A tokenizer's folder, whose files are copied along.
+        lora: Of the adapters that the model has, which are merged into its weights; None if it has none.
 
     Returns:
         The folder.
@@ -75,6 +79,8 @@ def export_hugging_face(
 
     on_all_ranks(control_group, task, prepare, remedy=remedy)
     tensors = _gather(root, keep=rank == 0)
+    if lora is not None:
+        tensors = merge_adapters(tensors, lora.alpha / lora.rank)
 
     def write() -> None:
         if rank == 0:
@@ -130,10 +136,63 @@ def _prepare(folder: Path) -> Path:
     return prepare_folder(folder)
 
 
-def _gather(root: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def export_adapter(
+    root: nn.Module,
+    settings: LoraConfig,
+    folder: Path,
+    *,
+    rank: int,
+    control_group: dist.ProcessGroup,
+    base: str | None = None,
+) -> Path:
+    """Write a model's adapters as PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``. All ranks call it.
+
+    Args:
+        root: A `nestsp.model.root.LossRoot` with adapters, sharded or not.
+        settings: The adapters'.
+        folder: Where to; what is in it is replaced.
+        rank: This one.
+        control_group: A CPU group of all ranks.
+        base: Where the model's own weights lie, for readers.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: It failed; then nothing has changed.
+    """
+    task, remedy = f"{folder} could not be written", "free space or mend the folder; the checkpoints are whole"
+
+    def prepare() -> None:
+        if rank == 0:
+            prepare_folder(folder)
+
+    on_all_ranks(control_group, task, prepare, remedy=remedy)
+    tensors = _gather(root, keep=rank == 0, only_trained=True)
+
+    def write() -> None:
+        if rank == 0:
+            saving = folder.with_name(f".saving-{folder.name}")
+            try:
+                saving.mkdir(exist_ok=True)
+                write_adapter(tensors, settings, base, saving)
+                for path in saving.iterdir():
+                    _sync(path)
+                publish_folder(saving, folder)
+            except BaseException:
+                shutil.rmtree(saving, ignore_errors=True)
+                raise
+
+    on_all_ranks(control_group, task, write, remedy=remedy)
+    return folder
+
+
+def _gather(root: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face names, float32 on the CPU of the rank that keeps them. All ranks call it."""
     tensors = {}
     for name, parameter in named_parameters(root).items():
+        if only_trained and not parameter.requires_grad:
+            continue
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()

@@ -27,6 +27,7 @@ class StepMetrics:
         epoch: Counted from 0.
         loss: Mean over all targets of the batch; None for a step without a target.
         lr: Learning rate.
+        router_loss: Auxiliary loss of the routers, before its coefficient; None if there is none.
         grad_norm: Norm of the gradient of that mean, before clipping; None for a step without a target.
         num_sequences: Sequences of the batch.
         num_tokens: Their tokens, filler not counted.
@@ -83,6 +84,7 @@ class StepMetrics:
     imbalance: float
     num_microbatches: int
     num_sequences_by_degree: Mapping[int, int]
+    router_loss: float | None = None
 
     def line(self, num_steps: int) -> str:
         """One line for people."""

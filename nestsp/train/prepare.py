@@ -14,8 +14,9 @@ import numpy as np
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
+from nestsp.cost.memory import MemoryOptions
 from nestsp.data.samples import SampleTable, open_samples
-from nestsp.data.store import Progress
+from nestsp.data.store import Progress, TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.execute.capability import executor_capabilities
@@ -28,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data"]
+__all__ = ["Prepared", "check_vocabulary", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -75,9 +76,10 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     Raises:
         NestspError: A subclass that names what is wrong.
     """
-    from nestsp.model.adapter import model_config, model_shape
+    from nestsp.model.adapter import model_config
+    from nestsp.model.derive import model_shape
 
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
@@ -92,6 +94,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         seed=config.data.seed,
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
+        shares=samples.shares,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
@@ -113,13 +116,16 @@ def prepare_data(
             f"planner.attention is {planner.attention}, but the model has layers with a sliding window of "
             f"{format_count(shape.window)}, which no ring runs; set it to auto or ulysses"
         )
+    if config.train.router_loss != "off" and not shape.num_moe_layers:
+        raise ConfigError(
+            f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
+            "off"
+        )
+    config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
-    if samples.store.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size is {format_count(shape.vocab_size)}, but the tokenizer "
-            f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
-        )
+    for store in samples.stores:
+        check_vocabulary(store, shape)
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
@@ -127,7 +133,9 @@ def prepare_data(
     return samples, tree
 
 
-def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
+def planning_task(
+    prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int, device: str = "cpu"
+) -> PlanningTask:
     """What the run asks of its planner, known to be possible for every sequence of the store.
 
     A static planner without a degree gets one here: the one that is estimated fastest over the run's first batches,
@@ -138,24 +146,31 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         profile: Name of a preset, or path of a profile.
         memory_per_rank_bytes: Hard limit of each rank.
         element_bytes: Of one number in computation.
+        device: ``cpu`` or ``cuda``; on a CPU, offloading saves nothing.
 
     Raises:
         InfeasibleError: The model or the longest sequence does not fit.
         ConfigError: The profile is not there, or damaged.
     """
-    planner, train = prepared.config.planner, prepared.config.train
+    planner, train, cluster = prepared.config.planner, prepared.config.train, prepared.cluster
     task = PlanningTask(
         planner=planner.name,
         degree=planner.degree,
         max_tokens_per_rank=planner.max_tokens_per_rank,
         shape=prepared.shape,
-        cluster=prepared.cluster,
+        cluster=cluster,
         tree=prepared.tree,
         profile=profile,
         memory_per_rank_bytes=memory_per_rank_bytes,
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        memory=MemoryOptions(
+            num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
+            mlp_slice_tokens=train.mlp_slice_tokens,
+            num_trained=_num_trained(prepared),
+            offloads_inputs=train.offload and device == "cuda",
+        ),
         streaming=planner.streaming,
         attention=planner.attention,
     )
@@ -167,6 +182,51 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def _num_trained(prepared: Prepared) -> int | None:
+    """Parameters of the adapters; None if all are trained."""
+    settings = prepared.config.train.lora
+    if settings is None:
+        return None
+    from nestsp.model.load import empty_model
+    from nestsp.model.lora import add_adapters, num_adapter_parameters
+
+    model = empty_model(prepared.model)
+    add_adapters(model, settings)
+    return num_adapter_parameters(model)
+
+
+def router_loss_coefficient(prepared: Prepared) -> float:
+    """Factor of the routers' auxiliary loss.
+
+    Raises:
+        ConfigError: Neither the settings nor the model's config have one.
+    """
+    given = prepared.config.train.router_loss_coefficient
+    value = getattr(prepared.model, "router_aux_loss_coef", None) if given is None else given
+    if value is None:
+        raise ConfigError(
+            "train.router_loss_coefficient is not set and the model's config has no router_aux_loss_coef, but the "
+            "auxiliary loss needs a factor; set one of them"
+        )
+    return float(value)
+
+
+def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+    """Every token of a store is one of the model's.
+
+    Raises:
+        ConfigError: The model has fewer.
+    """
+    if store.vocab_size <= shape.vocab_size:
+        return
+    tokenizer, size = store.meta["tokenizer"], format_count(store.vocab_size)
+    if tokenizer is None:
+        what = f"{store.meta['source']} has tokens up to {format_count(store.vocab_size - 1)}; raise it to {size}"
+    else:
+        what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
+    raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

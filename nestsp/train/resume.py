@@ -68,6 +68,7 @@ def lasting_settings(config: RunConfig) -> dict[str, object]:
         "data.seed": data.seed,
         "data.tokens_per_step": data.tokens_per_step,
         "data.sequences_per_step": data.sequences_per_step,
+        "train.lora": None if config.train.lora is None else config.train.lora.model_dump(mode="json"),
     }
 
 

@@ -15,6 +15,7 @@ from nestsp.errors import ConfigError
 from nestsp.train.checkpoint import CHECKPOINTS, find_checkpoint
 
 __all__ = [
+    "EVALUATIONS",
     "METRICS",
     "PLANS",
     "STOP",
@@ -26,6 +27,7 @@ __all__ = [
 
 METRICS = "metrics.jsonl"
 PLANS = "plans.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 STOP = "stop"
 """A file of this name in a run's folder asks the run to save and to end."""
 
@@ -113,7 +115,7 @@ def open_run_folder(
                 "run without --resume"
             ) from None
         locks.append(lock)
-        for name in (METRICS, PLANS) if old not in (None, folder) else ():
+        for name in (METRICS, PLANS, EVALUATIONS) if old not in (None, folder) else ():
             if old is not None and (old / name).exists():
                 shutil.copyfile(old / name, folder / name)
         before = (old or folder) / "config.yaml"

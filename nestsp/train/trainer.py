@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from nestsp.cluster import Cluster
 from nestsp.config import RunConfig
 from nestsp.cost.work import sequence_work
-from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
-from nestsp.errors import CheckpointError, NestspError, NumericsError
+from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.probe import probe_line
+from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
@@ -34,16 +34,17 @@ from nestsp.simulate import imbalance, plan_work
 from nestsp.train.banner import run_banner
 from nestsp.train.checkpoint import Progress, RunIdentity, load_checkpoint, model_digest, read_progress
 from nestsp.train.console import Bar, Screen
-from nestsp.train.export import export_hugging_face
+from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
+from nestsp.train.export import export_adapter, export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import decide_limits
-from nestsp.train.metrics import SpeedMeter, StepMetrics
+from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 from nestsp.train.numerics import trace_nonfinite
-from nestsp.train.prepare import Prepared, planning_task, prepare
+from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
 from nestsp.train.records import Records
 from nestsp.train.reports import RankReport, exchange_reports, peak_memory_bytes
 from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
-from nestsp.train.run_folder import METRICS, PLANS, STOP, open_run_folder
+from nestsp.train.run_folder import EVALUATIONS, METRICS, PLANS, STOP, open_run_folder
 from nestsp.train.saver import Saver
 from nestsp.train.setup import build_executor, compute_dtype
 from nestsp.train.signals import Requests
@@ -75,11 +76,12 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
+    screen.say(world.first(lambda: probe_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
-        corpus_name=config.data.source,
+        corpus_name=config.data.title,
         model_name=describe_model(prepared.shape),
     )
     checkpoint = world.first(lambda: find_resumed(config, resume, identity, world))
@@ -94,9 +96,12 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             profile=limits.profile,
             memory_per_rank_bytes=limits.memory_per_rank_bytes,
             element_bytes=dtype.itemsize,
+            device=world.device.type,
         )
     )
     settings = {**lasting_settings(config), **limits.to_settings()}
+    evaluated = world.prepare_together("evaluation data", lambda: _prepare_evaluation(prepared, screen))
+    forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
     executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
@@ -127,9 +132,26 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         timeout_s=config.cluster.timeout_s,
     )
     trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
+    evaluator = None
+    if evaluated is not None and forward is not None:
+        evaluator = Evaluator(evaluated, forward, world, executor)
     peak = task.cost().profile.peak_flops_per_s if dtype == torch.bfloat16 else None
     with Requests() as requests, Watchdog(world, executor.place, requests, config.train.stall_s) as watchdog:
-        loop = _Loop(prepared, task, world, executor, optimizer, folder, screen, saver, requests, watchdog, trace, peak)
+        loop = _Loop(
+            prepared,
+            task,
+            world,
+            executor,
+            optimizer,
+            folder,
+            screen,
+            saver,
+            requests,
+            watchdog,
+            trace,
+            evaluator,
+            peak,
+        )
         stopped = loop.run(start, records)
         with watchdog.resting():
             loop.finish(stopped)
@@ -138,10 +160,27 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     return 0
 
 
-def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -> Prepared:
-    """`prepare`, with a bar while the token store is built. Several ranks may call it at once; one of them builds."""
-    with screen.progress("tokenising", None, lines=True) as bar:
-        return prepare(config, cluster, bar.set)
+def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Prepared:
+    """`prepare` on all ranks, with a bar: of the store that is built, then of the ranks that are done.
+
+    Raises:
+        NestspError: Something a user can mend, on every rank.
+    """
+    with screen.progress("preparing data", None, lines=True) as bar:
+        prepared = world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
+    if len(set(world.gather(prepared.samples.identity))) > 1:
+        raise everywhere(
+            DataError(
+                f"the ranks read different samples from {config.data.title}, but all must read the same; copy the same "
+                "files and tokenizer to every host"
+            )
+        )
+    return prepared
+
+
+def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
+    with screen.progress("tokenising data.eval", None, lines=True) as bar:
+        return prepare_evaluation(prepared, bar.set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +206,7 @@ class _Loop:
     requests: Requests
     watchdog: Watchdog
     trace: TraceFiles
+    evaluator: Evaluator | None
     peak_flops_per_s: float | None
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
@@ -198,6 +238,7 @@ class _Loop:
             self.screen.say(done.record.line(num_steps))
             bar.set(step, num_steps)
             progress = Progress(step=step, data=done.after, settings=start.settings)
+            self._evaluate(step)
             stopped = self._why_stop(done.reports)
             last = step == num_steps or stopped is not None
             asked = any(report.save for report in done.reports)
@@ -235,10 +276,42 @@ class _Loop:
                         exported,
                         rank=self.world.rank,
                         control_group=self.world.control,
+                        lora=self.prepared.config.train.lora,
                     )
                 )
             rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
+            self._export_adapter(rows)
         self.screen.say("\n" + aligned(rows))
+
+    def _export_adapter(self, rows: list[tuple[str, list[str]]]) -> None:
+        config = self.prepared.config
+        if (lora := config.train.lora) is None:
+            return
+        adapter = self.folder / "adapter"
+        self.world.together(
+            lambda: export_adapter(
+                self.executor.root,
+                lora,
+                adapter,
+                rank=self.world.rank,
+                control_group=self.world.control,
+                base=config.model.path,
+            )
+        )
+        rows.append(("adapter", [f"{adapter} (PEFT reads it; the model above has it merged)"]))
+
+    def _evaluate(self, step: int) -> None:
+        every, num_steps = self.prepared.config.train.eval_every, self.prepared.num_steps
+        if self.evaluator is None or not (step == num_steps or (every is not None and step % every == 0)):
+            return
+        self.executor.place.task = "evaluates"
+        self.screen.say(f"evaluating after step {step} ...")
+        result = self.evaluator.run(step)
+        self.screen.say(result.line(num_steps))
+        if self.world.is_first:
+            records = JsonLines.resume(self.folder / EVALUATIONS, step - 1)
+            records.write(result)
+            records.close()
 
     def _save(self, progress: Progress, *, asked: bool) -> None:
         self.executor.place.task = "saves"
@@ -273,7 +346,8 @@ class _Loop:
         local = self.executor.load(plan, self.prepared.samples.read)
         loaded = time.perf_counter()
         place.task = "runs"
-        loss_sum = self.executor.run(local).item()
+        targets = self.prepared.samples.targets(plan.batch)
+        loss_sum, router_loss = self._run_batch(local, targets.weight)
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
@@ -281,13 +355,16 @@ class _Loop:
         )
         total_loss = sum(report.loss_sum for report in reports)
         place.task = "updates the weights"
-        targets = num_targets(plan.batch)
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
-        if targets:
-            loss = self._finite("loss", total_loss / targets, step, local)
+        if targets.weight:
+            loss = self._finite("loss", total_loss / targets.weight, step, local)
             norm = update(
-                self.executor.root, self.optimizer, total_weight=targets, max_grad_norm=config.max_grad_norm, lr=lr
+                self.executor.root,
+                self.optimizer,
+                total_weight=targets.weight,
+                max_grad_norm=config.max_grad_norm,
+                lr=lr,
             )
             self._finite("gradient norm", norm, step, local)
         else:
@@ -306,9 +383,10 @@ class _Loop:
             loss=loss,
             lr=lr,
             grad_norm=norm,
+            router_loss=router_loss,
             num_sequences=plan.batch.num_sequences,
             num_tokens=plan.batch.num_tokens,
-            num_targets=targets,
+            num_targets=targets.number,
             tokens_per_s=plan.batch.num_tokens / step_s,
             tokens_per_s_per_rank=plan.batch.num_tokens / step_s / len(reports),
             flops_per_s_per_rank=rate,
@@ -330,6 +408,15 @@ class _Loop:
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
         return _Step(record, plan, taken.after, reports)
+
+    def _run_batch(self, local: LocalBatch, total_weight: float) -> tuple[float, float | None]:
+        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
+        kind = self.prepared.config.train.router_loss
+        if kind == "off":
+            return self.executor.run(local).item(), None
+        scale = router_loss_coefficient(self.prepared) * total_weight
+        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
+        return loss_sum.item(), router_loss
 
     def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()

@@ -118,7 +118,9 @@ def mean_loss(model: PreTrainedModel, samples: SampleTable, plan: Plan) -> float
     total = 0.0
     with torch.no_grad():
         for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True):
-            ids = torch.from_numpy(samples.read(identity, 0, length).astype(np.int64))
+            tokens = samples.read(identity, 0, length)
+            assert isinstance(tokens, np.ndarray)
+            ids = torch.from_numpy(tokens.astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             total += F.cross_entropy(logits[:-1].double(), ids[1:], reduction="sum").item()
     return total / (plan.batch.num_tokens - plan.batch.num_sequences)
@@ -130,7 +132,7 @@ def test_the_first_loss_is_the_mean_over_all_targets_of_the_batch(
     """G30: of the same weights, in one process; sequences differ in length, so no mean of means is near."""
     monkeypatch.chdir(folder)
     config = load_config(first_run / "config.yaml")
-    model = build_model(model_config(config.model.config), seed=config.train.seed, attention="sdpa")
+    model = build_model(model_config(config.model.source), seed=config.train.seed, attention="sdpa")
     expected = mean_loss(model, open_samples(config.data), read_plans(first_run)[0])
     assert losses(first_run)[0] == pytest.approx(expected, abs=2e-6)
 
@@ -142,7 +144,7 @@ def test_the_export_loads_in_transformers_and_has_learnt(
     config = load_config(first_run / "config.yaml")
     samples = open_samples(config.data)
     exported = AutoModelForCausalLM.from_pretrained(first_run / "hf", dtype=torch.float32)
-    new = build_model(model_config(config.model.config), seed=config.train.seed, attention="sdpa")
+    new = build_model(model_config(config.model.source), seed=config.train.seed, attention="sdpa")
     plan = read_plans(first_run)[0]
     assert mean_loss(exported, samples, plan) < mean_loss(new, samples, plan) - 0.05
 
