@@ -96,7 +96,7 @@ def test_the_memory_model_knows_slices_offloading_shards_and_forward_passes() ->
 
     def peak(**options: Any) -> float:
         cost = make_memory_cost(shape, tree, profile, options=MemoryOptions(**options))
-        return float(cost.peak_bytes(RankTokens(50_000, 0, 0)))
+        return float(cost.peak_bytes(RankTokens(50_000, 0, 0, 0)))
 
     def states(**options: Any) -> float:
         return make_memory_cost(shape, tree, profile, options=MemoryOptions(**options)).states
