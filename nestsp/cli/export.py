@@ -37,7 +37,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     screen = Screen()
     with screen.progress("exporting", None):
         keys, tensors = read_model(found)
-        tensors.pop("router_counts", None)  # of the run\'s routers, not the model\'s
+        tensors.pop("router_counts", None)  # of the run's routers, not the model's
         lora = read_progress(found).settings.get("train.lora")
         if lora is not None:
             tensors = merge_adapters(tensors, lora["alpha"] / lora["rank"])
