@@ -342,9 +342,9 @@ def make_memory_cost(
         kept_output=size * query + wide * shape.num_heads,
         layer_attention=norm + head_norms + size * query,
         layer_feed_forward=norm + feed_forward,
-        attention_gradients=size * (hidden + query),
+        attention_gradients=0 if options.forward_only else size * (hidden + query),
         gradients=0 if options.forward_only else 2 * size * hidden + feed_forward_gradients,
-        loss_hidden=2 * size * hidden,
+        loss_hidden=(1 if options.forward_only else 2) * size * hidden,
         loss_slice=loss_slice_tokens * shape.vocab_size * 3 * wide,
-        update=2 * 4 * num_trained / num_shards,
+        update=0 if options.forward_only else 2 * 4 * num_trained / num_shards,
     )

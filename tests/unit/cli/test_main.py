@@ -25,7 +25,7 @@ def shown(*arguments: str) -> str:
 
 def test_help_names_every_command_and_every_option() -> None:
     overview = shown("--help")
-    for command in ("train", "verify", "config"):
+    for command in ("train", "verify", "export", "config"):
         assert f"\n  {command} " in overview
     train = shown("train", "--help")
     for words in ("--set KEY=VALUE", "--resume auto|PATH", "torchrun --nproc-per-node 4 -m nestsp train CONFIG\n"):
