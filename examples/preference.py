@@ -27,7 +27,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.losses import SequenceSums, measure_sequences, run_sequence_loss
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.planners.task import PlanningTask
 from nestsp.train.parallelize import make_mesh, shard_root

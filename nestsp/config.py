@@ -235,8 +235,8 @@ class PlannerConfig(_Section):
     name: str = Field(
         "nsp",
         description="the planner: nsp (nested groups), static (one degree for the run), batch-adaptive (the best one "
-        "for each batch), basp (one for each microbatch, by its number of sequences) or flexsp (disjoint groups of "
-        "several degrees)",
+        "for each batch), basp (one for each microbatch, by its number of sequences), flexsp (disjoint groups of "
+        "several degrees, by a mixed-integer programme) or disjoint (such groups by a greedy rule)",
     )
     degree: PositiveInt | None = Field(
         None,

@@ -13,7 +13,7 @@ All ranks of a level take a turn in one array operation. Layers are identical, s
 moves all clocks by one and the same time; from there on every further layer does the same, since clocks meet in maxima
 and sums alone. Price at 64 ranks: a few milliseconds for each microbatch.
 
-`plan_work` and what follows it is the older closed form: FLOPs of the slowest rank, no communication.
+`plan_work` and `imbalance` count FLOPs alone, as a figure for a step that ran.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nestsp.cost.comm import (
 from nestsp.cost.compute import Direction
 from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
-from nestsp.cost.work import Rates, Work, sequence_work
+from nestsp.cost.work import Work, sequence_work
 from nestsp.plan import Keep, Placement, Plan
 from nestsp.schedule import Pass, Schedule, Turn, num_exchanges, turn_name
 from nestsp.shape import ModelShape
@@ -47,13 +47,11 @@ from nestsp.shape import ModelShape
 __all__ = [
     "Event",
     "Timeline",
-    "estimate_s",
     "imbalance",
     "plan_peak_bytes",
     "plan_work",
     "rank_tokens",
     "simulate",
-    "slowest_work",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -605,16 +603,6 @@ def plan_work(plan: Plan, shape: ModelShape) -> tuple[tuple[Work, ...], ...]:
                 attention[rank] += flops / placement.ring_degree * heads / shape.num_heads
         result.append(tuple(Work(a, b) for a, b in zip(linear, attention, strict=True)))
     return tuple(result)
-
-
-def slowest_work(work: Sequence[Sequence[Work]]) -> Work:
-    """Sum over microbatches of the work of each one's slowest rank, by FLOPs."""
-    return sum((max(microbatch, key=lambda rank: rank.total) for microbatch in work), Work(0.0, 0.0))
-
-
-def estimate_s(work: Sequence[Sequence[Work]], rates: Rates) -> float:
-    """Seconds of a step: every microbatch lasts as long as its slowest rank."""
-    return sum(max(rates.seconds(rank) for rank in microbatch) for microbatch in work)
 
 
 def imbalance(work: Sequence[Sequence[Work]]) -> float:

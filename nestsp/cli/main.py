@@ -269,6 +269,23 @@ def trace(
     trace_run(run, step=step, out=out)
 
 
+@app.command(short_help="Probe a model: is it trained right, and in which kinds of groups?")
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="The path of a config.json or its folder, or a name such as gemma-2-9b."),
+    ],
+) -> None:
+    """Probe a model: is it trained right, and in which kinds of groups?
+
+    Makes a small copy with every kind of layer that the model has, and compares it with each sequence alone, in float64
+    on the CPU, in seconds. `nestsp train` does so itself before the first step. Exits with 2 if the model is refused.
+    """
+    from nestsp.cli.check import check_model
+
+    check_model(model)
+
+
 @app.command(name="config")
 def show_config() -> None:
     """Print all settings with their types, defaults and meanings."""
@@ -326,12 +343,19 @@ def _launch(settings: RunConfig) -> None:
     """Start the ranks of this command on this machine, and leave with their exit code."""
     # What needs no torch is refused, and the store built, before any rank waits for it.
     from nestsp.cluster import Cluster
-    from nestsp.shape import ModelShape, read_config_json
+    from nestsp.shape import FAMILIES, ModelShape, read_config_json
     from nestsp.train.console import Screen
     from nestsp.train.prepare import prepare_data
 
     source = settings.model.source
-    shape = ModelShape.from_hf_config(read_config_json(Path(source)) if isinstance(source, str) else source)
+    keys = read_config_json(Path(source)) if isinstance(source, str) else source
+    if keys.get("model_type") in FAMILIES:
+        shape = ModelShape.from_hf_config(keys)
+    else:  # another family's sizes are found in the model itself
+        from nestsp.model.adapter import model_config
+        from nestsp.model.derive import model_shape
+
+        shape = model_shape(model_config(source))
     num_ranks = settings.cluster.ranks
     if num_ranks is None:
         from nestsp.train.world import default_num_ranks

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from nestsp.data.chat import ChatTemplate, Marked
 from nestsp.data.corpus import Skipped
-from nestsp.data.sources import Chunk, Row, Source, describe_json
+from nestsp.data.rows import Chunk, Row, Source, describe_json
 from nestsp.data.tokenizer import Tokenizer, Tokens, token_dtype
 from nestsp.errors import DataError
 

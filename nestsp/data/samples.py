@@ -329,9 +329,14 @@ def _open(source: DataSource, config: DataConfig, progress: Progress | None) -> 
         progress,
         form=source.format,
         template=open_template(config.chat_template, config.tokenizer),
-        num_workers=config.workers or len(os.sched_getaffinity(0)),
+        num_workers=config.workers or _num_cores(),
     )
     return SampleTable.of_store(store, config.max_length, config.over_length, rows.skipped)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use; not every system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _num_targets(store: TokenStore, documents: Ints, starts: Ints, lengths: Ints) -> Ints:

@@ -1,11 +1,13 @@
-"""Where rows come from: text corpora, .jsonl and .parquet files, saved data sets, the Hugging Face Hub.
+"""Where rows come from: text corpora, .jsonl and .parquet files; others are in `nestsp.data.hub`.
 
 A source is cut into chunks, which are small values that say where rows lie: a range of bytes, a row group, some files.
 So workers read for themselves, and a source of any size takes little memory. Chunks and rows have one fixed order.
 
 The digest covers the content of every file, so data that changed are never mistaken for data that did not; the price is
-that of `nestsp.data.corpus`. A data set on the Hub is known by its commit: it is streamed, row after row, straight to
-the token store, and nothing else of it stays on this disk.
+that of `nestsp.data.corpus`.
+
+A folder's files whose names tell splits (train-00000-of-00002.parquet beside test-00000-of-00001.parquet) are those of
+``data.split`` alone. Where nothing tells a split, asking for one is an error: no run trains on what it should not see.
 """
 
 from __future__ import annotations
@@ -14,66 +16,23 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from nestsp.config import DataSource
 from nestsp.data.corpus import Corpus, Skipped, file_digest, files_below, is_hidden, open_corpus, unreadable
+from nestsp.data.hub import open_hub, open_saved
+from nestsp.data.rows import CHUNK_ROWS, INSTALL_DATASETS, Chunk, Row, Source, damaged, describe_json
 from nestsp.errors import DataError, did_you_mean
 
-__all__ = ["Chunk", "Row", "Source", "describe_json", "open_source"]
-
-Row = Mapping[str, Any]
+__all__ = ["open_source"]
 
 CHUNK_BYTES = 1 << 21
-_CHUNK_ROWS = 1024
 _DATA_SUFFIXES = (".jsonl", ".parquet")
+_SPLIT_WORDS = frozenset(("train", "validation", "valid", "val", "dev", "test", "eval"))
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_INSTALL = "pip install 'nestsp[datasets]'"
-
-
-class Chunk(Protocol):
-    """Some neighbouring rows of a source."""
-
-    @property
-    def size(self) -> int:
-        """In the unit of the source's size."""
-
-    def rows(self) -> Iterator[tuple[int, Row] | Skipped]:
-        """Yield (number within the chunk, row), or `Skipped` in place of a file that has none, in order.
-
-        Raises:
-            DataError: Something cannot be read.
-        """
-
-    def place(self, number: int) -> str:
-        """Where a row is, as a sentence's subject."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows in a fixed order. Made by `open_source`.
-
-    Attributes:
-        name: What the user named.
-        content: Hex digest of all that decides which rows there are.
-        size: Of all chunks, in a unit of the source's own (bytes, files or rows), or None if only reading tells.
-        skipped: (reason, number) of files that are not read at all.
-        columns: Tells the columns: of the first row, or of the schema. It may need the network.
-        chunks: Gives the chunks; rows need only have the named columns.
-        digest: Reads the files again and gives their digest.
-    """
-
-    name: str
-    content: str
-    size: int | None
-    skipped: tuple[tuple[str, int], ...]
-    columns: Callable[[], tuple[str, ...]] = field(repr=False, compare=False)
-    chunks: Callable[[Sequence[str]], Iterator[Chunk]] = field(repr=False, compare=False)
-    digest: Callable[[], str] = field(repr=False, compare=False)
 
 
 def open_source(config: DataSource) -> Source:
@@ -85,8 +44,10 @@ def open_source(config: DataSource) -> Source:
     name = config.source
     path = Path(name).expanduser()
     if name == "stdlib":
+        _refuse_split(config)
         return _texts(open_corpus(name))
     if name and path.is_file():
+        _refuse_split(config)
         if path.suffix.lower() not in _DATA_SUFFIXES:
             raise DataError(
                 f"data.source is the file {name}, but a file must be .jsonl or .parquet; convert it, or give the "
@@ -96,17 +57,11 @@ def open_source(config: DataSource) -> Source:
     if name and path.is_dir():
         return _folder(config, path)
     if _HUB_NAME.fullmatch(name) and not name.lower().endswith(_DATA_SUFFIXES):
-        return _hub(config)
+        return open_hub(config)
     remedy = did_you_mean(name, ["stdlib"]) or (
         "; give 'stdlib', a .jsonl or .parquet file, a folder, or a name on the Hub such as org/name"
     )
     raise DataError(f"data.source is '{name}', but there is no such file or folder{remedy}")
-
-
-def describe_json(value: object) -> str:
-    """What a value is, for a sentence."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 # --- Text: the standard library's source, and folders of text files -------------------------------
@@ -218,12 +173,12 @@ class _ParquetRows:
         number = 0
         try:
             file = _parquet(self.path)
-            for batch in file.iter_batches(_CHUNK_ROWS, row_groups=[self.group], columns=list(self.columns)):
+            for batch in file.iter_batches(CHUNK_ROWS, row_groups=[self.group], columns=list(self.columns)):
                 for row in batch.to_pylist():
                     yield number, row
                     number += 1
         except (OSError, pyarrow.ArrowException) as error:
-            raise _damaged(self.path, error) from None
+            raise damaged(self.path, error) from None
 
     def place(self, number: int) -> str:
         metadata = _parquet(self.path).metadata
@@ -237,17 +192,12 @@ def _parquet(path: Path) -> Any:
     except ImportError:
         raise DataError(
             f"data.source has the file {path}, but reading .parquet needs pyarrow, which is not installed; "
-            f"{_INSTALL}, or give .jsonl files"
+            f"{INSTALL_DATASETS}, or give .jsonl files"
         ) from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    reason = " ".join(str(error).split()).rstrip(".")
-    return DataError(f"the file {path} cannot be read: {reason}; mend or remove it")
+        raise damaged(path, error) from None
 
 
 def _files(name: str, root: Path, files: tuple[str, ...], skipped: tuple[tuple[str, int], ...] = ()) -> Source:
@@ -319,165 +269,61 @@ def _num_bytes(path: Path) -> int:
 def _folder(config: DataSource, root: Path) -> Source:
     """A saved data set; else a folder of text; else of .parquet or .jsonl files."""
     if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
-        return _saved(config, root)
+        _refuse(config, "subset", "revision")
+        return open_saved(config, root)
     names = files_below(root, is_hidden)
-    by_suffix = {suffix: tuple(n for n in names if n.lower().endswith(suffix)) for suffix in _DATA_SUFFIXES}
-    found = [suffix for suffix, files in by_suffix.items() if files]
-    others = [n for n in names if not n.lower().endswith(_DATA_SUFFIXES) and not _is_note(n)]
-    corpus_error: DataError | None = None
-    if others or not found:
+    data = [name for name in names if name.lower().endswith(_DATA_SUFFIXES)]
+    others = [name for name in names if name not in data and not _is_note(name)]
+    if others or not data:
         try:
-            return _texts(open_corpus(config.source))
-        except DataError as error:
-            corpus_error = error
-    if len(found) == 1:
-        files = by_suffix[found[0]]
-        num_others = len(names) - len(files)
-        return _files(config.source, root, files, (("other suffix", num_others),) if num_others else ())
-    if found:
+            corpus = open_corpus(config.source)
+        except DataError:  # none of the others is text
+            if not data:
+                raise
+        else:
+            _refuse_split(config)
+            return _texts(corpus)
+    chosen = _of_split(config, data)
+    suffixes = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
+    if len(suffixes) > 1:
         raise DataError(
-            f"data.source is the folder {config.source}, but it has {' and '.join(found)} files; give one kind, or a "
-            "mixture"
+            f"data.source is the folder {config.source}, but it has {' and '.join(suffixes)} files; give one kind, or "
+            "a mixture"
         )
-    assert corpus_error is not None
-    raise corpus_error
+    skipped = {"other suffix": len(names) - len(data), "other split": len(data) - len(chosen)}
+    return _files(config.source, root, tuple(chosen), tuple((why, number) for why, number in skipped.items() if number))
+
+
+def _of_split(config: DataSource, names: Sequence[str]) -> list[str]:
+    """The files of a split, where their names tell it."""
+    _refuse(config, "subset", "revision")
+    splits = {name: _SPLIT_WORDS & set(re.split(r"[/_.-]", name.lower())) for name in names}
+    found = sorted(set().union(*splits.values()))
+    if not found:
+        _refuse_split(config)
+    elif found != [config.split] and config.split not in found:
+        raise DataError(
+            f"data.split is '{config.split}', but the files in {config.source} are of {', '.join(found)} by name; name "
+            "one of them"
+        )
+    return [name for name in names if config.split in splits[name]] if len(found) > 1 else list(names)
+
+
+def _refuse_split(config: DataSource) -> None:
+    _refuse(config, "split", "subset", "revision")
+
+
+def _refuse(config: DataSource, *names: str) -> None:
+    """Settings that mean nothing for this source must be left at their defaults, so that none is ignored in silence."""
+    for name in names:
+        value = getattr(config, name)
+        if value != DataSource.model_fields[name].default:
+            raise DataError(
+                f"data.{name} is '{value}', but {config.source} has none to choose from; leave it out, or name the "
+                "files that are meant"
+            )
 
 
 def _is_note(name: str) -> bool:
     """A data set's card or licence, which is no sample."""
     return PurePosixPath(name).stem.lower() in ("readme", "license", "licence")
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedRows:
-    folder: Path
-    start: int
-    stop: int
-    columns: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def rows(self) -> Iterator[tuple[int, Row]]:
-        part = _load_saved(self.folder).select_columns(list(self.columns))[self.start : self.stop]
-        for number, values in enumerate(zip(*part.values(), strict=True)):
-            yield number, dict(zip(part, values, strict=True))
-
-    def place(self, number: int) -> str:
-        return f"{self.folder}, row {self.start + number:,},"
-
-
-def _saved(config: DataSource, root: Path) -> Source:
-    """A folder of `datasets`' save_to_disk."""
-    if (root / "dataset_dict.json").is_file():
-        splits = sorted(path.parent.name for path in root.glob("*/state.json"))
-        if config.split not in splits:
-            raise DataError(
-                f"data.split is '{config.split}', but the data set {config.source} has {', '.join(splits) or 'none'}"
-                f"{did_you_mean(config.split, splits) or '; name one of them'}"
-            )
-        root = root / config.split
-    data = _load_saved(root)
-    arrow_files = [name for name in files_below(root, is_hidden) if name.endswith((".arrow", "state.json"))]
-
-    def digest() -> str:
-        whole = hashlib.sha256(b"saved")
-        for name in arrow_files:
-            whole.update(file_digest(root / name))
-        return whole.hexdigest()
-
-    def chunks(columns: Sequence[str]) -> Iterator[Chunk]:
-        for start in range(0, len(data), _CHUNK_ROWS):
-            yield _SavedRows(root, start, min(start + _CHUNK_ROWS, len(data)), tuple(columns))
-
-    return Source(config.source, digest(), len(data), (), lambda: tuple(data.column_names), chunks, digest)
-
-
-def _load_saved(folder: Path) -> Any:
-    datasets = _datasets(str(folder))
-    try:
-        return datasets.load_from_disk(str(folder))
-    except Exception as error:  # of datasets, pyarrow, JSON and the operating system
-        raise _damaged(folder, error) from None
-
-
-def _datasets(name: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"data.source is {name}, but reading it needs Hugging Face datasets, which is not installed; {_INSTALL}, "
-            "or give .jsonl files"
-        ) from None
-    return datasets
-
-
-# --- The Hub ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _HubRows:
-    name: str
-    start: int
-    content: tuple[Row, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.content)
-
-    def rows(self) -> Iterator[tuple[int, Row]]:
-        yield from enumerate(self.content)
-
-    def place(self, number: int) -> str:
-        return f"{self.name}, row {self.start + number:,},"
-
-
-def _hub(config: DataSource) -> Source:
-    """A data set on the Hub, at one commit."""
-    import huggingface_hub
-
-    name = config.source
-    commit = config.revision if _COMMIT.fullmatch(config.revision or "") else None
-    if commit is None:
-        try:
-            commit = huggingface_hub.HfApi().dataset_info(name, revision=config.revision).sha
-        except Exception as error:  # of several libraries: hub, HTTP client, operating system
-            raise DataError(
-                f"data.source is '{name}', but there is no such file or folder, and the Hugging Face Hub does not give "
-                f"such a data set ({type(error).__name__}); give a path, or mend the name or the network"
-            ) from None
-    assert commit is not None
-    content = hashlib.sha256(json.dumps(["hub", name, config.subset, config.split, commit]).encode()).hexdigest()
-
-    def stream() -> Any:
-        datasets = _datasets(f"'{name}'")
-        try:
-            return datasets.load_dataset(name, config.subset, split=config.split, revision=commit, streaming=True)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise DataError(
-                f"data.source is '{name}' at commit {commit[:8]}, but datasets cannot open its split "
-                f"'{config.split}' ({type(error).__name__}: {reason}); set data.subset or data.split, or mend the "
-                "network"
-            ) from None
-
-    def chunks(columns: Sequence[str]) -> Iterator[Chunk]:
-        rows = iter(stream().select_columns(list(columns)))
-        for start in itertools.count(0, _CHUNK_ROWS):
-            try:
-                part = tuple(itertools.islice(rows, _CHUNK_ROWS))
-            except Exception as error:
-                raise DataError(
-                    f"data.source is '{name}', but its rows from {start:,} on cannot be had ({type(error).__name__}); "
-                    "mend the network and start again"
-                ) from None
-            if not part:
-                return
-            yield _HubRows(name, start, part)
-
-    def columns() -> tuple[str, ...]:
-        first: Row = next(iter(stream().take(1)), {})
-        return tuple(first)
-
-    return Source(name, content, None, (), columns, chunks, lambda: content)

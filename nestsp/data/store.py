@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from nestsp.data.chat import ChatTemplate
 from nestsp.data.forms import Encoded, Encoder, make_encoder
-from nestsp.data.sources import Source
+from nestsp.data.rows import Source
 from nestsp.data.tokenizer import Tokenizer, Tokens
 from nestsp.data.workers import encode_chunks
 from nestsp.errors import DataError

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from nestsp.data.forms import Encoded, Encoder
-from nestsp.data.sources import Chunk
+from nestsp.data.rows import Chunk
 from nestsp.errors import DataError
 
 __all__ = ["encode_chunks"]

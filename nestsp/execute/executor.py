@@ -21,7 +21,7 @@ from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
-from nestsp.execute.capability import executor_capabilities
+from nestsp.execute.capability import executor_capabilities, ring_refusal
 from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
@@ -84,12 +84,11 @@ class Executor:
             raise PlanError(
                 f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
             )
+        refusal = ring_refusal(self.shape)
         for number, placement in plan.placements():
-            if placement.ring_degree != 1 and self.shape.window:
+            if placement.ring_degree != 1 and refusal is not None:
                 raise PlanError(
-                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but the model "
-                    f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
-                    "degree 1"
+                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
                 )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers > self.shape.num_layers:
@@ -149,7 +148,8 @@ class Executor:
         """
         self.timer.clear()
         found = []
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches):
+            self.place.enter(number)
             microbatch.attention.stash.clear()
             try:
                 found.append(self.root(microbatch.tokens, microbatch.attention))

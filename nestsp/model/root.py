@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nestsp.errors import ModelError
+from nestsp.model.adapter import ATTENTION
 from nestsp.model.logits import logit_function
 from nestsp.model.loss import sliced_nll
 from nestsp.model.router_loss import RouterLoss
@@ -58,6 +60,12 @@ class LossRoot(nn.Module):
             attention: A `nestsp.attention.streaming.AttentionContext`. Both are plain classes, which FSDP passes on
                 untouched.
         """
+        implementation = self.model.config._attn_implementation
+        if implementation != ATTENTION:  # which would not know of the batch's sequences, nor of other ranks
+            raise ModelError(
+                f"the model's attention is '{implementation}', but nestsp runs its own; call "
+                f"model.set_attn_implementation('{ATTENTION}')"
+            )
         counted = nullcontext() if self.router_loss is None else self.router_loss.forward_pass(tokens.num_tokens)
         with counted:
             output = self.model.base_model(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nestsp.config import RunConfig
 from nestsp.execute.executor import Executor
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
@@ -57,7 +58,7 @@ def run_banner(
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
                 *([f"more ranks than this host's {cores} cores, so they take turns"] if crowded else []),
-                f"FSDP2 over all ranks; {_RECOMPUTE[config.train.recompute]} in backward",
+                f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
             ],
         ),
         ("tree", draw_tree(prepared.tree)),
@@ -102,3 +103,11 @@ def run_banner(
         ),
     ]
     return f"nestsp {importlib.metadata.version('nestsp')}\n{aligned(rows)}\n"
+
+
+def _sharding(config: RunConfig, world: World) -> str:
+    ranks = world.cluster.num_ranks
+    shards = config.train.num_shards(ranks, world.cluster.ranks_per_host)
+    if shards == ranks:
+        return "FSDP2 over all ranks"
+    return "a whole model on each rank" if shards == 1 else f"FSDP2 over {shards} ranks, {ranks // shards} copies"

@@ -76,7 +76,8 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     Raises:
         NestspError: A subclass that names what is wrong.
     """
-    from nestsp.model.adapter import model_config, model_shape
+    from nestsp.model.adapter import model_config
+    from nestsp.model.derive import model_shape
 
     model = model_config(config.model.source)
     shape = model_shape(model)

@@ -68,8 +68,9 @@ def build_executor(
     else:
         model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
         sources = world.together(lambda: find_sources(model, Path(path)))
-    if train.lora is not None:
-        world.together(lambda: add_adapters(model, train.lora))
+    lora = train.lora
+    if lora is not None:
+        world.together(lambda: add_adapters(model, lora))
     if train.mlp_slice_tokens is not None:
         install_mlp_slices(model, train.mlp_slice_tokens)
     install_layer_runner(model, offload=train.offload)
@@ -84,7 +85,7 @@ def build_executor(
     shard_root(root, mesh, compute_dtype=dtype, reduce_dtype=wide)
     if sources is not None:
         world.together(lambda: fill_parameters(model, sources, world.device))
-    if train.lora is not None:
+    if lora is not None:
         draw_adapters(model, train.seed)
     links = make_links(
         prepared.tree,

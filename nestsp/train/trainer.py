@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from nestsp.cluster import Cluster
 from nestsp.config import RunConfig
 from nestsp.cost.work import sequence_work
 from nestsp.data.stream import DataState
-from nestsp.errors import CheckpointError, NestspError, NumericsError
+from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.probe import probe_line
 from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
@@ -76,7 +76,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
+    screen.say(world.first(lambda: probe_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -99,7 +100,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
     )
     settings = {**lasting_settings(config), **limits.to_settings()}
-    evaluated = world.together(lambda: _prepare_evaluation(prepared, screen))
+    evaluated = world.prepare_together("evaluation data", lambda: _prepare_evaluation(prepared, screen))
     forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
     executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
@@ -159,10 +160,22 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     return 0
 
 
-def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -> Prepared:
-    """`prepare`, with a bar while the token store is built. Several ranks may call it at once; one of them builds."""
-    with screen.progress("tokenising", None, lines=True) as bar:
-        return prepare(config, cluster, bar.set)
+def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Prepared:
+    """`prepare` on all ranks, with a bar: of the store that is built, then of the ranks that are done.
+
+    Raises:
+        NestspError: Something a user can mend, on every rank.
+    """
+    with screen.progress("preparing data", None, lines=True) as bar:
+        prepared = world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
+    if len(set(world.gather(prepared.samples.identity))) > 1:
+        raise everywhere(
+            DataError(
+                f"the ranks read different samples from {config.data.title}, but all must read the same; copy the same "
+                "files and tokenizer to every host"
+            )
+        )
+    return prepared
 
 
 def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:

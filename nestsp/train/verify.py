@@ -26,6 +26,7 @@ from nestsp.data.store import LabelledTokens
 from nestsp.data.stream import DataState
 from nestsp.errors import ConfigError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.float64 import all_float64
 from nestsp.execute.verify import (
     Gradients,
     RoutingRecorder,
@@ -35,6 +36,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model
+from nestsp.model.derive import reference_attention
 from nestsp.model.load import empty_model, fill_parameters, find_sources
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
@@ -71,7 +73,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
     limits = decide_limits(config, world, {})
     task = world.first(
         lambda: planning_task(
@@ -93,11 +95,9 @@ def verify(config: RunConfig, max_tokens: int) -> int:
             f"running {plural(plan.batch.num_sequences, 'sequence')} alone, one after another, in one process ..."
         )
         model = _one_process_model(prepared, options)
-        result = compare_gradients(
-            planned,
-            reference_gradients(model, *_sequences(prepared, plan.batch)),
-            prepared.samples.targets(plan.batch).weight,
-        )
+        with all_float64():
+            reference = reference_gradients(model, *_sequences(prepared, plan.batch))
+        result = compare_gradients(planned, reference, prepared.samples.targets(plan.batch).weight)
         _print(result)
         code = 0 if result.passes(TOLERANCE) else EXIT_SAID
     return world.share(code)
@@ -195,7 +195,7 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     local = executor.load(plan, prepared.samples.read)
     for microbatch, spans in zip(local.microbatches, rank_spans(plan, world.rank), strict=True):
         origin = [(plan.batch.ids[s.sequence], p) for s in spans.spans for p in range(s.start, s.stop)]
-        with recorder.tokens(origin):
+        with recorder.tokens(origin), all_float64():
             total += executor.run(LocalBatch((microbatch,)))
     recorder.remove()
     dist.all_reduce(total)
@@ -208,9 +208,10 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
 def _one_process_model(prepared: Prepared, options: Mapping[str, Any]) -> PreTrainedModel:
     """The run's model as Transformers runs it, whole and in float64."""
     path, seed = prepared.config.model.path, prepared.config.train.seed
+    attention = reference_attention(prepared.shape)
     if path is None:
-        return build_model(prepared.model, seed=seed, attention="sdpa", **options).double()
-    model = empty_model(prepared.model, attention="sdpa", **options).double()
+        return build_model(prepared.model, seed=seed, attention=attention, **options).double()
+    model = empty_model(prepared.model, attention=attention, **options).double()
     fill_parameters(model, find_sources(model, Path(path)), torch.device("cpu"))
     return model
 

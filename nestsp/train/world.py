@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nestsp import errors
 from nestsp.cluster import Cluster
@@ -18,6 +20,9 @@ from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
 
 __all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
+
+# How often a rank that waits for others' preparation asks whether they are done.
+_ASK_EVERY_S = 0.2
 
 T = TypeVar("T")
 E = TypeVar("E", bound=NestspError)
@@ -116,6 +121,40 @@ class World:
         box: list[T] = []
         self.agree(lambda: box.append(action()))
         return box[0]
+
+    def prepare_together(
+        self, what: str, action: Callable[[], T], waiting: Callable[[int, int], None] | None = None
+    ) -> T:
+        """As `together`, for work that may take hours on some hosts: no rank waits for it inside a collective.
+
+        Collectives end after ``cluster.timeout_s``. Ranks that are done ask the key-value store instead, which every
+        rank can reach and nobody waits in.
+
+        Args:
+            what: Names the work; another name each time.
+            action: The work, without collectives.
+            waiting: Told (ranks that are done, all ranks) now and then by a rank that waits.
+        """
+        refused: list[NestspError] = []
+        box: list[T] = []
+        try:
+            box.append(action())
+        except NestspError as error:
+            refused.append(error)
+        store, num_ranks = _get_default_store(), self.cluster.num_ranks
+        num_done = store.add(f"nestsp-{what}", 1)
+        while num_done < num_ranks:
+            if waiting is not None:
+                waiting(num_done, num_ranks)
+            time.sleep(_ASK_EVERY_S)
+            num_done = store.add(f"nestsp-{what}", 0)
+
+        def finish() -> T:
+            if refused:
+                raise refused[0]
+            return box[0]
+
+        return self.together(finish)
 
 
 def everywhere(error: E) -> E:

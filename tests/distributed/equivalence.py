@@ -26,6 +26,7 @@ from nestsp.attention.local import CpuFlash, Kernel, Segments
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.float64 import all_float64
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import (
@@ -36,7 +37,8 @@ from nestsp.execute.verify import (
     full_gradients,
     reference_gradients,
 )
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
@@ -70,6 +72,35 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
 }
 MISTRAL = {"model_type": "mistral", "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 4}
+GEMMA2 = {
+    "model_type": "gemma2",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3 = {"model_type": "gemma3_text", "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 5}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "sliding_window": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+PHI3 = {"model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+GRANITE = {
+    "model_type": "granite",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+}
+COHERE = {"model_type": "cohere", "num_attention_heads": 6, "num_key_value_heads": 2, "use_qk_norm": True}
+OLMO2 = {"model_type": "olmo2", "num_attention_heads": 6, "num_key_value_heads": 3}
 COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 24,
@@ -139,7 +170,8 @@ def make_model(
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
     config = model_config(small_config(keys))
-    more = {"experts_implementation": "eager"} if keys["model_type"] in ("qwen3_moe", "mixtral") else {}
+    experts = ("qwen3_moe", "mixtral", "gpt_oss")
+    more = {"experts_implementation": "eager"} if keys["model_type"] in experts else {}
     model: nn.Module = build_model(config, seed=3, attention=attention, **more)
     model = model.double()
     generator = torch.Generator().manual_seed(4)
@@ -374,17 +406,18 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
         executor = make_executor(case, rank, links=links[plan.tree.fanouts])
-        with recorded(executor, plan) as log:
+        with recorded(executor, plan) as log, all_float64():
             planned = planned_gradients(executor, plan, tokens, weighted=case.weighted)
         logs: list[Any] = [None] * num_ranks
         dist.all_gather_object(logs, log)
         if rank != 0:
             continue
-        alone = make_model(case.keys, "sdpa", trainable=case.trainable)
-        if case.weighted:
-            reference = weighted_gradients(alone, tokens, make_weights(plan))
-        else:
-            reference = reference_gradients(alone, tokens)
+        alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
+        with all_float64():
+            if case.weighted:
+                reference = weighted_gradients(alone, tokens, make_weights(plan))
+            else:
+                reference = reference_gradients(alone, tokens)
         verification = compare_gradients(planned, reference, sum(n - 1 for n in plan.batch.lengths))
         # Frozen layers are not recomputed, and what autograd never reaches has no backward.
         faults = order_faults(logs)

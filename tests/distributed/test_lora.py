@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from nestsp.cli.export import export_checkpoint
 from nestsp.cluster import GroupTree
 from nestsp.config import LoraConfig
 from nestsp.errors import ModelError
@@ -19,7 +20,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
-from nestsp.model.adapter import model_config, model_shape
+from nestsp.model.adapter import model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.root import LossRoot
 from nestsp.train.parallelize import make_mesh, shard_root
@@ -123,8 +125,8 @@ def test_a_run_with_adapters_exports_both_forms_leaves_the_model_alone_and_resum
     pool: RankPool, tmp_path: Path
 ) -> None:
     base = train(pool, tmp_path / "base", "train.steps=1", "train.checkpoint_every=null") / "hf"
-    more = ("model.config=null", f"model.path={base}", "train.steps=4", "train.lora={rank: 3}")
-    more = (*more, "train.learning_rate=0.05")
+    given = ("model.config=null", f"model.path={base}", "train.steps=4")
+    more = (*given, "train.lora={rank: 3}", "train.learning_rate=0.05")
     run = train(pool, tmp_path / "straight", *more)
     assert losses(run)[-1] < losses(run)[0]
     merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
@@ -137,6 +139,8 @@ def test_a_run_with_adapters_exports_both_forms_leaves_the_model_alone_and_resum
     assert len(load_file(run / "adapter" / "adapter_model.safetensors")) == 2 * 2 * 4
     with torch.no_grad():
         assert torch.allclose(adapted(IDS).logits, merged(IDS).logits, atol=1e-5)
+    export_checkpoint(run, tmp_path / "exported", "float32", None)
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (run / "hf" / "model.safetensors").read_bytes()
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 2)
     train(pool, tmp_path / "stopped", *more, resume="auto")
     assert losses(stopped) == losses(run)

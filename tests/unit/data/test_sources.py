@@ -18,9 +18,11 @@ import pyarrow.parquet
 import pytest
 
 from nestsp.config import DataSource
+from nestsp.data import hub as hub_module
 from nestsp.data import sources
 from nestsp.data.corpus import Skipped
-from nestsp.data.sources import Source, open_source
+from nestsp.data.rows import Source
+from nestsp.data.sources import open_source
 from nestsp.data.store import TokenStore, open_store
 from nestsp.data.tokenizer import open_tokenizer
 from nestsp.errors import DataError
@@ -196,6 +198,30 @@ def test_parquet_files_of_different_columns_are_refused(tmp_path: Path) -> None:
         _open(tmp_path)
 
 
+def test_files_that_are_named_for_splits_are_those_of_one(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        _parquet(tmp_path / "data" / f"{name}.parquet", {"text": [name]})
+    source = _open(tmp_path)
+    assert [row["text"] for row in _rows(source)] == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert source.skipped == (("other split", 1),)
+    assert [row["text"] for row in _rows(_open(tmp_path, split="test"))] == ["test-00000-of-00001"]
+    with pytest.raises(DataError, match=r"data\.split is 'dev', but the files in .* are of test, train by name"):
+        _open(tmp_path, split="dev")
+
+
+@pytest.mark.parametrize("setting", [{"split": "test"}, {"subset": "small"}, {"revision": "main"}])
+def test_a_choice_that_a_source_does_not_have_is_refused_never_ignored(tmp_path: Path, setting: dict[str, str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": "a"}')
+    _save(tmp_path / "saved", ["a"])
+    for source in ("stdlib", *(tmp_path / name for name in ("a.jsonl", "texts", "rows", "saved"))):
+        with pytest.raises(DataError, match=f"data.{next(iter(setting))} is '.*', but .* (has none|without splits)"):
+            _open(source, **setting)
+
+
 def test_a_folder_without_anything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of its 0 files is text by name"):
         _open(tmp_path)
@@ -209,7 +235,7 @@ def _save(folder: Path, rows: list[str]) -> None:
 
 
 def test_a_saved_data_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(hub_module, "CHUNK_ROWS", 2)
     _save(tmp_path / "saved", ["a", "bc", "def"])
     source = _open(tmp_path / "saved")
     assert [chunk.size for chunk in source.chunks(["text"])] == [2, 1]
@@ -268,7 +294,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Hub:
     _parquet(hub.folder / "small-test.parquet", {"text": ["small"]})
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(datasets, "load_dataset", hub.load_dataset)
-    monkeypatch.setattr(sources, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(hub_module, "CHUNK_ROWS", 2)
     return hub
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from nestsp.config import DataSource
-from nestsp.data.sources import Source, open_source
+from nestsp.data.rows import Source
+from nestsp.data.sources import open_source
 from nestsp.data.store import TokenStore, open_store
 from nestsp.data.tokenizer import ByteTokenizer, MarkedTokens, Span, Tokens, open_tokenizer, token_dtype
 from nestsp.errors import DataError

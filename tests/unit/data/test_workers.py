@@ -15,7 +15,8 @@ import pytest
 from nestsp.config import DataSource
 from nestsp.data import sources
 from nestsp.data.chat import ChatTemplate, open_template
-from nestsp.data.sources import Source, open_source
+from nestsp.data.rows import Source
+from nestsp.data.sources import open_source
 from nestsp.data.store import TokenStore, open_store
 from nestsp.data.tokenizer import open_tokenizer
 from nestsp.errors import DataError
@@ -103,7 +104,14 @@ def _plain() -> ChatTemplate:
 
 def _children() -> list[int]:
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in listed if not _is_zombie(int(pid))]
+    return [int(pid) for pid in listed if b"nestsp.data.workers" in _command(int(pid)) and not _is_zombie(int(pid))]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _is_zombie(pid: int) -> bool:
