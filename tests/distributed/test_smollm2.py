@@ -57,7 +57,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    tensors = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+        str(file), return_tensors=True, model_to_load=model
+    )["tensors"]
     missing = model.load_state_dict(tensors, strict=False)
     assert missing.missing_keys == ["lm_head.weight"]  # tied to the embedding
     assert not missing.unexpected_keys
@@ -72,7 +74,8 @@ def load(folder: Path, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=attention, dtype=torch.float64
     )
-    return model.train()
+    model.train()
+    return model
 
 
 def sequences(folder: Path, plan: Plan) -> dict[int, Tensor]:
@@ -158,7 +161,7 @@ def test_real_weights_train_two_steps_on_2_3_and_4_ranks_as_on_one(pool: RankPoo
     for fanouts in ((2,), (3,), (2, 2)):
         plan = nested_plan(GroupTree(fanouts), keep="output")
         losses, trained = train_alone(weights, plan)
-        assert losses[1] < losses[0] < 4  # these are the real weights, and they learn
+        assert losses[1] < losses[0] < 6  # these are the real weights (others give 10.8), and they learn
         save_file({name: tensor.contiguous() for name, tensor in trained.items()}, weights / "trained.safetensors")
         del trained
         ranks = plan.tree.num_ranks
