@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,15 +205,32 @@ MIXED = plan_of(
 )
 
 
+def in_slices(plan: Plan, num_slices: int) -> Plan:
+    """The same plan; groups of several ranks exchange in slices of heads."""
+    return replace(
+        plan,
+        microbatches=tuple(
+            replace(
+                m,
+                placements=tuple(replace(p, num_slices=num_slices) if p.group.degree > 1 else p for p in m.placements),
+            )
+            for m in plan.microbatches
+        ),
+    )
+
+
 @pytest.mark.parametrize(
-    ("keys", "tolerance"), [(LLAMA, 0.0), (QWEN3, 0.0), (QWEN3_MOE, 1e-12)], ids=["llama", "qwen3", "moe"]
+    ("keys", "tolerance", "num_slices"),
+    [(LLAMA, 0.0, 1), (QWEN3, 0.0, 1), (QWEN3, 0.0, 2), (QWEN3_MOE, 1e-12, 1)],
+    ids=["llama", "qwen3", "qwen3 in slices", "moe"],
 )
 def test_C14_changing_one_sequence_leaves_the_logits_of_all_others(
-    pool: RankPool, keys: dict[str, Any], tolerance: float
+    pool: RankPool, keys: dict[str, Any], tolerance: float, num_slices: int
 ) -> None:
     """Bit by bit in dense models; experts' batches change their size."""
     identities = MIXED.batch.ids
-    before, *after = pool.run(all_logits, Case(keys, MIXED.to_json()), [None, *identities])[0]
+    plan = in_slices(MIXED, num_slices)
+    before, *after = pool.run(all_logits, Case(keys, plan.to_json()), [None, *identities])[0]
     assert len(before) == MIXED.batch.num_tokens
     for changed, now in zip(identities, after, strict=True):
         for (identity, position), logits in now.items():
@@ -296,9 +314,13 @@ def sent_bytes(rank: int, num_ranks: int, case: Case) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 4), (8, 1)])
 def test_D15_keys_and_values_travel_compact(pool: RankPool, keep: Any, heads: int, kv_heads: int) -> None:
     plan = plan_of((4,), (29, 3), {(0, 0): [0, 1]}, keep=keep)
+    (microbatch,) = plan.microbatches
+    placement = replace(microbatch.placements[0], num_slices=2)
+    sliced = replace(plan, microbatches=(replace(microbatch, placements=(placement,)),))
     keys = {**QWEN3, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    for ((measured, expected),) in pool.run(sent_bytes, Case(keys, plan.to_json())):
-        assert measured == expected
+    for each in (plan, sliced):  # slices of heads carry the same, in more exchanges
+        for ((measured, expected),) in pool.run(sent_bytes, Case(keys, each.to_json())):
+            assert measured == expected
 
 
 def test_D15_a_quarter_of_the_key_value_heads_is_a_quarter_of_their_bytes() -> None:
