@@ -23,6 +23,8 @@ from nestsp.units import parse_bytes
 __all__ = [
     "ClusterConfig",
     "DataConfig",
+    "DataSource",
+    "MixturePart",
     "ModelConfig",
     "PlannerConfig",
     "RunConfig",
@@ -47,27 +49,87 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model: a Transformers config, from which an unmodified model is made."""
 
-    config: str | dict[str, Any] = Field(
-        description="a Transformers model config: the path of a config.json (or its folder), or its keys written here, "
-        "model_type among them"
+    config: str | dict[str, Any] | None = Field(
+        None,
+        description="to train from random weights: a Transformers model config, as the path of a config.json (or its "
+        "folder), or its keys written here, model_type among them; give this or path",
+    )
+    path: str | None = Field(
+        None,
+        description="to train from given weights: the folder of a Hugging Face model, with config.json and "
+        "safetensors; give this or config",
+    )
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelConfig:
+        if (self.config is None) == (self.path is None):
+            given = "neither" if self.config is None else "both"
+            raise ValueError(
+                f"model has {given} of config and path, but needs exactly one; set one of them and leave the other out"
+            )
+        return self
+
+    @property
+    def source(self) -> str | dict[str, Any]:
+        """Where the config's keys come from: a path, or the keys themselves."""
+        source = self.config if self.path is None else self.path
+        assert source is not None
+        return source
+
+
+class DataSource(_Section):
+    """Where samples come from."""
+
+    source: str = Field(
+        description="'stdlib' (each top-level function and class of the Python standard library); a .jsonl or "
+        ".parquet file, or a folder of them; a folder of text files; a folder that Hugging Face datasets saved with "
+        "save_to_disk; or a data set's name on the Hugging Face Hub, such as org/name",
+    )
+    format: Literal["auto", "text", "tokens", "chat", "prompt_completion"] = Field(
+        "auto",
+        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages') or prompt_completion "
+        "('prompt' and 'completion'); auto tells it by the columns",
+    )
+    split: str = Field("train", description="which split of a saved data set or of one on the Hub")
+    subset: str | None = Field(None, description="which configuration of a data set on the Hub")
+    revision: str | None = Field(
+        None, description="commit or tag of a data set on the Hub; a whole commit needs no network once tokenised"
     )
 
 
-class DataConfig(_Section):
+class MixturePart(DataSource):
+    """One source of a mixture."""
+
+    weight: PositiveFloat = Field(
+        1.0,
+        description="passes over the source in one epoch: 2 takes every sample twice, 0.5 another half each epoch",
+    )
+
+
+class DataConfig(DataSource):
     """The corpus and how it becomes batches."""
 
-    source: str = Field(
-        "stdlib",
-        description="'stdlib' (each top-level function and class of the Python standard library), a .jsonl file whose "
-        "lines have a 'text' field, or a folder of text files",
+    source: str = Field("stdlib", description=DataSource.model_fields["source"].description)
+    mixture: tuple[MixturePart, ...] = Field(
+        (),
+        description="several sources instead of one, each with source, weight (passes over it in one epoch) and, if "
+        "needed, format, split, subset and revision",
+    )
+    eval: DataSource | None = Field(
+        None, description="a source for evaluation, under the same tokenizer, limit and policy; null for none"
     )
     tokenizer: str = Field(
         "bytes",
-        description="'bytes' (256 tokens, one a byte), or the folder or name of a Hugging Face tokenizer",
+        description="'bytes' (256 tokens, one a byte), or the folder or name of a Hugging Face tokenizer; samples that "
+        "are tokens already need none",
+    )
+    chat_template: str | None = Field(
+        None, description="path of a Jinja chat template; null for the tokenizer's own. Only chats need one"
     )
     append_eos: bool = Field(
         True,
-        description="end every sample with the tokenizer's end-of-text token, if it has one ('bytes' has none)",
+        description="end every text and every completion with the tokenizer's end-of-text token, if it has one "
+        "('bytes' has none); chats end as their template says",
     )
     max_length: PositiveInt | None = Field(None, description="longest sample, in tokens; null for no limit")
     over_length: Literal["error", "drop", "truncate", "split"] = Field(
@@ -83,7 +145,30 @@ class DataConfig(_Section):
         None, description="samples of one optimizer step over all ranks; give this or tokens_per_step"
     )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
+    workers: PositiveInt | None = Field(
+        None, description="processes that tokenise; null for one a core that this process may use"
+    )
     cache_dir: str = Field(".nestsp/stores", description="folder in which tokenised corpora are kept")
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The mixture; a single source is a mixture of one."""
+        own = {name: getattr(self, name) for name in DataSource.model_fields}
+        return self.mixture or (MixturePart(**own),)
+
+    @property
+    def title(self) -> str:
+        """What the user calls the corpus."""
+        return " + ".join(part.source for part in self.parts)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.mixture and self.source != "stdlib":
+            raise ValueError(
+                f"data.source is '{self.source}', but data.mixture names sources too; put it into the mixture, or leave "
+                "one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> DataConfig:
@@ -149,8 +234,8 @@ class PlannerConfig(_Section):
     name: str = Field(
         "nsp",
         description="the planner: nsp (nested groups), static (one degree for the run), batch-adaptive (the best one "
-        "for each batch), basp (one for each microbatch, by its number of sequences) or flexsp (disjoint groups of "
-        "several degrees)",
+        "for each batch), basp (one for each microbatch, by its number of sequences), flexsp (disjoint groups of "
+        "several degrees, by a mixed-integer programme) or disjoint (such groups by a greedy rule)",
     )
     degree: PositiveInt | None = Field(
         None,
@@ -161,6 +246,11 @@ class PlannerConfig(_Section):
         None,
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
+    )
+    streaming: bool = Field(
+        True,
+        description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
+        "one after the other, for comparison. Results are the same",
     )
 
 
@@ -188,19 +278,62 @@ class TrainConfig(_Section):
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
     )
+    sharding: Literal["fsdp", "hsdp", "none"] = Field(
+        "fsdp",
+        description="how parameters, gradients and optimizer are spread: fsdp over all ranks; hsdp over shard_size "
+        "ranks, with a copy for each such group; none: every rank has all of them",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="for hsdp only: neighbouring ranks that share one copy; null for the ranks of a host"
+    )
     recompute: bool | Literal["auto"] = Field(
         "auto",
         description="which layers are recomputed in the backward pass instead of kept: auto (as few as memory allows; "
         "the planner decides for each microbatch), true (all) or false (none)",
     )
+    router_loss: Literal["off", "counting_pass", "previous_step"] = Field(
+        "off",
+        description="the auxiliary loss that balances a mixture of experts: counting_pass takes it over the whole "
+        "batch, whatever the plan (several microbatches cost one more forward pass); previous_step balances against "
+        "the batch before, which is another objective and costs nothing",
+    )
+    router_loss_coefficient: NonNegativeFloat | None = Field(
+        None, description="factor of the auxiliary loss; null for the model config's router_aux_loss_coef"
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
     seed: NonNegativeInt = Field(0, description="of the initial weights and of all random numbers in training")
+    trace_steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
+        "`nestsp trace` merges them with the estimate. null for none",
+    )
+    mlp_slice_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens that go through a feed-forward block at one time, each slice recomputed in the backward "
+        "pass; smaller needs less memory and more time; null for all at once",
+    )
+    offload: bool = Field(
+        False,
+        description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
+    eval_every: PositiveInt | None = Field(
+        None, description="steps between evaluations on data.eval; null for one at the end only"
+    )
     export: bool = Field(True, description="write the final weights in Hugging Face format")
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> TrainConfig:
+        if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:
+            raise ValueError(
+                f"train.trace_steps is {list(self.trace_steps)}, but the first step must not come after the last; "
+                "swap them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_duration(self) -> TrainConfig:
@@ -209,7 +342,33 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
             )
+        if self.offload and self.recompute is False:
+            raise ValueError(
+                "train.offload is true, but train.recompute is false, so no layer has an input of its own to offload; "
+                "set train.recompute: true or auto"
+            )
+        if self.shard_size is not None and self.sharding != "hsdp":
+            raise ValueError(
+                f"train.shard_size is {self.shard_size}, but train.sharding is {self.sharding}, which has no such "
+                "choice; set train.sharding: hsdp, or leave train.shard_size out"
+            )
         return self
+
+    def num_shards(self, num_ranks: int, ranks_per_host: int) -> int:
+        """Pieces that each parameter is cut into.
+
+        Raises:
+            ConfigError: The ranks do not divide.
+        """
+        if self.sharding != "hsdp":
+            return num_ranks if self.sharding == "fsdp" else 1
+        size = self.shard_size or ranks_per_host
+        if num_ranks % size or size in (1, num_ranks):
+            raise ConfigError(
+                f"train.sharding is hsdp with shards of {size} of {num_ranks} ranks, but there must be several equal "
+                f"shards of several ranks; set train.shard_size to a divisor of {num_ranks} in between, or take fsdp"
+            )
+        return size
 
 
 class RunConfig(_Section):
@@ -224,6 +383,15 @@ class RunConfig(_Section):
     cluster: ClusterConfig = ClusterConfig()
     planner: PlannerConfig = PlannerConfig()
     train: TrainConfig
+
+    @model_validator(mode="after")
+    def _evaluates_something(self) -> RunConfig:
+        if self.train.eval_every is not None and self.data.eval is None:
+            raise ValueError(
+                f"train.eval_every is {self.train.eval_every}, but there is no data.eval to evaluate on; set it, or "
+                "leave train.eval_every out"
+            )
+        return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -288,6 +456,13 @@ def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str,
             yield key, _type_name(kind), default, field.description or ""
 
 
+def _section(kind: Any) -> type[BaseModel] | None:
+    """The section that a setting's type is or holds: of ``Section``, ``Section | None`` and a list of sections."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for arg in typing.get_args(kind) if (found := _section(arg)) is not None), None)
+
+
 def _type_name(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -298,7 +473,7 @@ def _type_name(kind: Any) -> str:
         return " | ".join(_type_name(arg) for arg in args)
     if origin is tuple:
         return f"list of {_type_name(args[0])}"
-    if origin is dict:
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return "mapping"
     names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null"}
     return names.get(kind, str(kind))
@@ -424,7 +599,8 @@ def _is_branch(part: int | str) -> bool:
 def _fields_at(loc: Iterable[int | str]) -> Mapping[str, Any]:
     section: type[BaseModel] = RunConfig
     for part in loc:
-        kind = section.model_fields[str(part)].annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel)
-        section = kind
+        if isinstance(part, str):  # a number is a place in a list of sections
+            inner = _section(section.model_fields[part].annotation)
+            assert inner is not None
+            section = inner
     return section.model_fields

@@ -39,6 +39,18 @@ def _qwen(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inne
     }
 
 
+def _gemma(family: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        **more,
+    }
+
+
 def _gpt(hidden: int, layers: int) -> dict[str, Any]:
     return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": 64, "n_positions": 192_000}
 
@@ -80,6 +92,40 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 16384,
         "vocab_size": 32768,
     },
+    "gemma-2-2b": {"model_type": "gemma2"},
+    "gemma-2-9b": _gemma("gemma2", 3584, 42, 16, 8, 14336, head_dim=256),
+    "gemma-2-27b": _gemma("gemma2", 4608, 46, 32, 16, 36864, head_dim=128),
+    "gemma-3-1b": _gemma("gemma3_text", 1152, 26, 4, 1, 6912, head_dim=256, vocab_size=262144, sliding_window=512),
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss"},
+    "phi-3-mini": {"model_type": "phi3", "sliding_window": 2047},
+    "phi-3-medium": {
+        "model_type": "phi3",
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "intermediate_size": 17920,
+        "sliding_window": 2047,
+    },
+    "olmo-2-7b": {"model_type": "olmo2", "vocab_size": 100352},
+    "olmo-2-13b": {
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "intermediate_size": 13824,
+    },
+    "granite-3-8b": {
+        "model_type": "granite",
+        "vocab_size": 49155,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12800,
+        "tie_word_embeddings": True,
+    },
+    "command-r": {"model_type": "cohere"},
     "gpt-7b": _gpt(4096, 32),
     "gpt-13b": _gpt(5120, 40),
     "gpt-30b": _gpt(6656, 60),

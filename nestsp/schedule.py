@@ -22,7 +22,7 @@ from enum import Enum
 
 from nestsp.plan import Placement, Plan
 
-__all__ = ["Pass", "Schedule", "Step", "Turn", "make_schedule", "num_exchanges"]
+__all__ = ["Pass", "Schedule", "Step", "Turn", "make_schedule", "num_exchanges", "turn_name"]
 
 
 class Pass(Enum):
@@ -106,9 +106,14 @@ def make_schedule(plan: Plan, *, streaming: bool = True) -> Schedule:
 
     Args:
         plan: The plan.
-        streaming: Whether groups take turns, which is what training does.
+        streaming: Whether groups take turns, which is what training does unless it is told otherwise.
     """
     return Schedule(plan, streaming)
+
+
+def turn_name(degree: int, which: Pass, number: int) -> str:
+    """What estimate and measurement call a turn of a group of some degree, and the exchange that it issues."""
+    return f"degree {degree}, {which.value} {number}"
 
 
 def num_exchanges(placement: Placement, which: Pass) -> int:

@@ -80,6 +80,7 @@ _MIXTRAL: dict[str, Any] = {
     "tie_word_embeddings": False,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
+    "sliding_window": None,
 }
 _MISTRAL: dict[str, Any] = {
     "vocab_size": 32000,
@@ -92,6 +93,71 @@ _MISTRAL: dict[str, Any] = {
     "tie_word_embeddings": False,
     "sliding_window": 4096,
 }
+_PHI3: dict[str, Any] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+}
+_OLMO2: dict[str, Any] = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+_COHERE: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_qk_norm": False,
+}
+_GEMMA2: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3: dict[str, Any] = {
+    **{key: value for key, value in _GEMMA2.items() if key != "attn_logit_softcapping"},
+    "vocab_size": 262208,
+}
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
 # GPT-2 as Transformers writes it: learned positions, biases everywhere, a feed-forward block of two matrices.
 _GPT2: dict[str, Any] = {
     "vocab_size": 50257,
@@ -103,7 +169,11 @@ _GPT2: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 # Which key has the width of one expert.
-_EXPERT_SIZE_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+_EXPERT_SIZE_KEY = {
+    "qwen3_moe": "moe_intermediate_size",
+    "mixtral": "intermediate_size",
+    "gpt_oss": "intermediate_size",
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "qwen3": _QWEN3,
@@ -111,6 +181,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _QWEN2,
     "mixtral": _MIXTRAL,
     "mistral": _MISTRAL,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "gpt_oss": _GPT_OSS,
+    "phi3": _PHI3,
+    "granite": _LLAMA,
+    "cohere": _COHERE,
+    "olmo2": _OLMO2,
 }
 PLANNED_FAMILIES: Mapping[str, Mapping[str, Any]] = {**FAMILIES, "gpt2": _GPT2}
 
@@ -135,13 +212,20 @@ class ModelShape:
         gated_mlp: A feed-forward block has a gate, which makes three matrices of two.
         norm_bias: Normalisations have biases (GPT-2).
         num_positions: Rows of a learned position embedding; 0 for rotary positions.
-        head_norms: Queries and keys are normalised per head (Qwen3).
+        layer_norms: Normalisations of the residual stream in a layer.
+        head_norms: Queries and keys are normalised per head, all heads by the same weights (Qwen3, Gemma 3).
+        width_norms: Queries and keys are normalised with a weight for each element (OLMo 2, Cohere).
+        sinks: Each query head has an attention sink (gpt-oss).
+        softcap: Attention scores are capped softly at this; 0 if they are not (Gemma 2).
         num_moe_layers: Layers whose feed-forward block is a mixture of experts.
         num_experts: Experts of such a layer.
         experts_per_token: Experts that one token is sent to.
         expert_intermediate_size: Width of one expert.
+        expert_bias: The projections of experts and router have biases (gpt-oss).
         window: Keys that a query sees in layers with a sliding window; 0 if there is no such layer.
         num_window_layers: Layers with a sliding window.
+        other_parameters: Of all decoder layers together, what the fields above do not account for: of a model whose
+            family is not known here, all that was counted in the model beyond them.
     """
 
     family: str
@@ -159,13 +243,19 @@ class ModelShape:
     gated_mlp: bool = True
     norm_bias: bool = False
     num_positions: int = 0
+    layer_norms: int = 2
     head_norms: bool = False
+    width_norms: bool = False
+    sinks: bool = False
+    softcap: float = 0.0
     num_moe_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
+    expert_bias: bool = False
     window: int = 0
     num_window_layers: int = 0
+    other_parameters: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
@@ -222,7 +312,7 @@ class ModelShape:
         kv_heads = num_heads if keys["num_key_value_heads"] is None else _size(keys, "num_key_value_heads")
         head_dim = _size(keys, "head_dim") if keys["head_dim"] else _size(keys, "hidden_size") // num_heads
         moe_layers = 0
-        if family == "mixtral":
+        if family in ("mixtral", "gpt_oss"):
             moe_layers = num_layers
         elif family == "qwen3_moe" and _size(keys, "num_experts", 0) > 0:
             dense = _layers(keys, "mlp_only_layers")
@@ -240,12 +330,17 @@ class ModelShape:
             tied_embeddings=_flag(keys, "tie_word_embeddings"),
             attention_bias="attention_bias" in keys and _flag(keys, "attention_bias"),
             qkv_bias=family == "qwen2",
-            mlp_bias=family == "llama" and _flag(keys, "mlp_bias"),
-            head_norms=family in ("qwen3", "qwen3_moe"),
+            mlp_bias="mlp_bias" in FAMILIES[family] and _flag(keys, "mlp_bias"),
+            layer_norms={"gemma2": 4, "gemma3_text": 4, "cohere": 1}.get(family, 2),
+            head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+            width_norms=family == "olmo2" or (family == "cohere" and _flag(keys, "use_qk_norm")),
+            sinks=family == "gpt_oss",
+            softcap=float(keys["attn_logit_softcapping"] or 0) if family == "gemma2" else 0.0,
             num_moe_layers=moe_layers,
             num_experts=_size(keys, "num_experts") if moe_layers else 0,
             experts_per_token=_size(keys, "num_experts_per_tok") if moe_layers else 0,
             expert_intermediate_size=_size(keys, _EXPERT_SIZE_KEY[family]) if moe_layers else 0,
+            expert_bias=family == "gpt_oss",
             window=_window(keys, family),
             num_window_layers=_num_window_layers(keys, family),
         )
@@ -267,7 +362,8 @@ class ModelShape:
         biases = self.query_width + 2 * self.kv_width if self.attention_bias or self.qkv_bias else 0
         biases += self.hidden_size if self.attention_bias else 0
         norms = 2 * self.head_dim if self.head_norms else 0
-        return weights + biases + norms
+        norms += self.query_width + self.kv_width if self.width_norms else 0
+        return weights + biases + norms + (self.num_heads if self.sinks else 0)
 
     @property
     def dense_mlp_parameters(self) -> int:
@@ -279,16 +375,18 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert."""
-        return 3 * self.hidden_size * self.expert_intermediate_size
+        biases = 2 * self.expert_intermediate_size + self.hidden_size if self.expert_bias else 0
+        return 3 * self.hidden_size * self.expert_intermediate_size + biases
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of all decoder layers together."""
-        router = self.hidden_size * self.num_experts
-        norms = 2 * self.hidden_size * (2 if self.norm_bias else 1)
+        router = (self.hidden_size + (1 if self.expert_bias else 0)) * self.num_experts
+        norms = self.layer_norms * self.hidden_size * (2 if self.norm_bias else 1)
         layers = self.num_layers * (self.attention_parameters + norms)
         layers += (self.num_layers - self.num_moe_layers) * self.dense_mlp_parameters
-        return layers + self.num_moe_layers * (router + self.num_experts * self.expert_parameters)
+        layers += self.num_moe_layers * (router + self.num_experts * self.expert_parameters)
+        return layers + self.other_parameters
 
     @property
     def root_parameters(self) -> int:
@@ -343,11 +441,26 @@ def _gpt2_shape(keys: Mapping[str, Any]) -> ModelShape:
 
 def _window(keys: Mapping[str, Any], family: str) -> int:
     """The sliding window of the layers that have one; 0 where no layer has."""
-    used = family in ("mistral", "mixtral") or (family.startswith("qwen") and keys.get("use_sliding_window"))
-    kinds = keys.get("layer_types")
-    if kinds is not None:
-        used = used and "sliding_attention" in kinds
-    return _size(keys, "sliding_window") if used and keys.get("sliding_window") is not None else 0
+    return _size(keys, "sliding_window") if _num_window_layers(keys, family) else 0
+
+
+def _num_window_layers(keys: Mapping[str, Any], family: str) -> int:
+    """How many layers have the window; where the config does not list them, as the family's own config class does."""
+    windowed = family.startswith("qwen") and keys.get("use_sliding_window")
+    if keys.get("sliding_window") is None or not (windowed or "sliding_window" in FAMILIES[family]):
+        return 0
+    kinds, num_layers = keys.get("layer_types"), _size(keys, "num_hidden_layers")
+    if kinds is not None and family != "phi3":  # whose layers read the window alone
+        return sum(kind == "sliding_attention" for kind in kinds)
+    if family in ("qwen2", "qwen3"):
+        first = 28 if keys.get("max_window_layers") is None else _size(keys, "max_window_layers", 0)
+        return max(0, num_layers - first)
+    if family in ("gemma2", "gpt_oss"):  # every other one, from the first
+        return -(-num_layers // 2)
+    if family == "gemma3_text":
+        period = _size(keys, "sliding_window_pattern") if keys.get("sliding_window_pattern") is not None else 6
+        return num_layers - num_layers // period
+    return num_layers
 
 
 def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:
@@ -355,19 +468,6 @@ def _size(keys: Mapping[str, Any], name: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"the model's {name} is {value!r}, but it must be a whole number of at least {least}")
     return value
-
-
-def _num_window_layers(keys: Mapping[str, Any], family: str) -> int:
-    """How many layers have the window; where the config does not list them, Qwen's dense models have it last."""
-    if not _window(keys, family):
-        return 0
-    kinds, num_layers = keys.get("layer_types"), _size(keys, "num_hidden_layers")
-    if kinds is not None:
-        return sum(kind == "sliding_attention" for kind in kinds)
-    if family in ("qwen2", "qwen3"):
-        first = 28 if keys.get("max_window_layers") is None else _size(keys, "max_window_layers", 0)
-        return max(0, num_layers - first)
-    return num_layers
 
 
 def _flag(keys: Mapping[str, Any], name: str) -> bool:

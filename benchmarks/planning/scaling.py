@@ -20,8 +20,8 @@ from nestsp.cost.model import make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.data.lengths import draw_batches
 from nestsp.known_models import known_model
+from nestsp.planners import make_planner
 from nestsp.planners.ground import cost_ground
-from nestsp.report.comparison import COSTED_PLANNERS
 from nestsp.report.tables import format_markdown
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
@@ -44,7 +44,7 @@ def measure(num_ranks: int, num_batches: int) -> tuple[list[list[str]], float]:
     lines, slowest = [], 0.0
     for name in PLANNERS:
         began = time.process_time()
-        plans = [COSTED_PLANNERS[name](ground).judge(batch).plan for batch in batches]
+        plans = [make_planner(name, ground).judge(batch).plan for batch in batches]
         cpu_s = (time.process_time() - began) / len(batches)
         slowest = max(slowest, cpu_s)
         began = time.process_time()

@@ -25,6 +25,7 @@ from nestsp.attention.merge import merge_sinks, sink_gradients, wide
 from nestsp.attention.ring import around_backward, around_forward
 from nestsp.attention.ulysses import heads_to_tokens, tokens_to_heads
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
+from nestsp.comm.exchange import Exchange
 
 __all__ = ["backward_phases", "forward_phases"]
 
@@ -38,8 +39,8 @@ def forward_phases(
     v: Tensor,
     kept: Kept | None,
     sinks: Tensor | None = None,
-) -> Generator[None, None, Attended]:
-    """Attention of one group, forward. Yields while a communication is on the wire, once for each.
+) -> Generator[Exchange, None, Attended]:
+    """Attention of one group, forward. Yields each communication once, while it is on the wire.
 
     Args:
         work: The group.
@@ -71,8 +72,8 @@ def backward_phases(
     saved: Saved,
     dout: Tensor,
     sinks: Tensor | None = None,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Attention of one group, backward. Yields while a communication is on the wire, once for each.
+) -> Generator[Exchange, None, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Attention of one group, backward. Yields each communication once, while it is on the wire.
 
     Args:
         work: The group.

@@ -421,26 +421,26 @@ class MathKernel(_Kernel):
 
 def _grouped(x_QNH: Tensor, num_kv: int) -> Tensor:
     """[K, N/K · Q, H]: the rows of all query heads of each key/value head."""
-    return x_QNH.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return x_QNH.transpose(0, 1).reshape(num_kv, -1, x_QNH.shape[2])
 
 
 def _products(x_QNH: Tensor, y_SKH: Tensor) -> Tensor:
     """Scalar products [N, Q, S] of queries (or gradients of outputs) with keys (or values)."""
     num_kv = y_SKH.shape[1]
     flat = torch.bmm(_grouped(x_QNH, num_kv), y_SKH.permute(1, 2, 0))
-    return flat.unflatten(1, (-1, len(x_QNH))).flatten(0, 1)
+    return flat.view(x_QNH.shape[1], len(x_QNH), len(y_SKH))
 
 
 def _mix(weights_NQS: Tensor, y_SKH: Tensor) -> Tensor:
     """[Q, N, H]: weighted sums over keys."""
-    num_kv = y_SKH.shape[1]
-    flat = torch.bmm(weights_NQS.unflatten(0, (num_kv, -1)).flatten(1, 2), y_SKH.transpose(0, 1))
-    return flat.unflatten(1, (-1, weights_NQS.shape[1])).permute(2, 0, 1, 3).flatten(1, 2)
+    num_heads, num_queries, num_keys = weights_NQS.shape
+    flat = torch.bmm(weights_NQS.reshape(y_SKH.shape[1], -1, num_keys), y_SKH.transpose(0, 1))
+    return flat.view(num_heads, num_queries, -1).transpose(0, 1)
 
 
 def _collect(weights_NQS: Tensor, x_QNH: Tensor, num_kv: int) -> Tensor:
     """[S, K, H]: weighted sums over queries, and over the query heads of each key/value head."""
-    flat = weights_NQS.unflatten(0, (num_kv, -1)).flatten(1, 2)
+    flat = weights_NQS.reshape(num_kv, -1, weights_NQS.shape[2])
     return torch.bmm(flat.transpose(1, 2), _grouped(x_QNH, num_kv)).transpose(0, 1)
 
 

@@ -10,8 +10,8 @@ between whole blocks then needs no mask:
 So every block is half of a square, whoever computes it. Chunks may be of any length, also empty: rows of sequences
 that have nothing on one side are left out, and a kernel sees what remains.
 
-Both functions are generators that yield once for each pass (`nestsp.comm.exchange.start_pass`), while it is on the wire
-and a block is computed. Keys and values make r - 1 passes, backward again. Their gradients follow one pass behind, so
+Both functions are generators that yield each pass once (`nestsp.comm.exchange.start_pass`), while it is on the wire and
+a block is computed. Keys and values make r - 1 passes, backward again. Their gradients follow one pass behind, so
 that a block need not be computed before it is passed on, and make one pass more to get home. Bytes of a layer and rank
 of T tokens, K heads of H: forward (r - 1) 2TKH elements, backward the same and (r - 1) 2TKH of float32.
 
@@ -102,7 +102,7 @@ def _rows(parts: Sequence[range], device: torch.device) -> Rows:
 
 def around_forward(
     work: GroupWork, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor
-) -> Generator[None, None, tuple[Tensor, Tensor]]:
+) -> Generator[Exchange, None, tuple[Tensor, Tensor]]:
     """Attention of the queries here over the keys of all members. Yields once for each pass.
 
     Args:
@@ -123,7 +123,7 @@ def around_forward(
     out, lse = attend(kernel, q, k, v, work.segments, scale, kv_of_query)
     total = wide(out)
     for hop in range(1, ring.degree):
-        yield
+        yield arriving
         k, v = arriving.finish()[_neighbour(work, -1)]
         if hop < ring.degree - 1:
             arriving = _pass_on(work, ring, hop + 1, (), (k, v))
@@ -153,7 +153,7 @@ def around_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+) -> Generator[Exchange, None, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of `around_forward`. Yields once for each pass.
 
     Returns:
@@ -167,7 +167,7 @@ def around_backward(
     # What is known here of the gradients of the block that came last; they follow it in the next pass but one.
     following: tuple[Tensor, ...] = ()
     for hop in range(1, ring.degree):
-        yield
+        yield arriving
         *behind, k, v = arriving.finish()[_neighbour(work, -1)]
         if behind:
             _add(following, behind)
@@ -194,10 +194,10 @@ def around_backward(
             following[0][block.keys] += parts[1]
             following[1][block.keys] += parts[2]
     if ring.degree > 2:
-        yield
+        yield arriving
         _add(following, arriving.finish()[_neighbour(work, -1)])
     arriving = _pass_on(work, ring, ring.degree + 1, following, ())
-    yield
+    yield arriving
     _add((dk, dv), arriving.finish()[_neighbour(work, -1)])
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 

@@ -11,8 +11,7 @@ know: a layer's first call puts them there, its second takes them, and after bac
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +20,43 @@ from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
 from nestsp.attention.merge import wide
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
+from nestsp.comm.exchange import Exchange
 from nestsp.schedule import Pass, Turn
 
-__all__ = ["AttentionContext", "attend_groups"]
+__all__ = ["AttentionContext", "Timer", "Untimed", "attend_groups"]
 
 Result = TypeVar("Result")
+
+
+class Timer(Protocol):
+    """Times turns. What an instant is, only the timer knows: seconds, or an event on a GPU."""
+
+    def now(self) -> Any:
+        """This instant."""
+        ...
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """A turn was taken.
+
+        Args:
+            layer: Its layer.
+            which: Its pass.
+            turn: The turn.
+            began: When the rank came to it, and began to wait for the group's last exchange.
+            arrived: When that was there.
+            ended: When it had computed and issued the next exchange.
+        """
+        ...
+
+
+class Untimed:
+    """A timer that keeps nothing."""
+
+    def now(self) -> Any:
+        """See `Timer.now`."""
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """See `Timer.add`."""
 
 
 class AttentionContext:
@@ -39,7 +70,7 @@ class AttentionContext:
         kernel: The attention kernel.
         recomputed_layers: Layers that are recomputed in backward.
         stash: What layers keep for their recompute; by layer, then level.
-        timed: Entered around each of a layer's two nodes, in each pass; measures them.
+        timer: Times every turn.
     """
 
     def __init__(
@@ -48,13 +79,13 @@ class AttentionContext:
         turns: Mapping[Pass, tuple[Turn, ...]],
         kernel: Kernel,
         recomputed_layers: frozenset[int],
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timer: Timer | None = None,
     ) -> None:
         self.groups = groups
         self.turns = turns
         self.kernel = kernel
         self.recomputed_layers = recomputed_layers
-        self.timed = timed
+        self.timer = timer or Untimed()
         self.stash: dict[int, dict[int, Kept]] = {}
 
 
@@ -131,7 +162,9 @@ class _Driver:
         q, k, v = self.inputs
         work = self.context.groups
         self.forward = _Run(
-            self.context.turns[self.which],
+            self.context,
+            self.layer,
+            self.which,
             lambda level: forward_phases(
                 work[level],
                 self.kernel,
@@ -169,7 +202,9 @@ class _Driver:
         by_level = dict(zip(sorted(work), saved, strict=True))
         num_kv_heads = self.shapes[1][1]
         self.backward = _Run(
-            self.context.turns[Pass.BACKWARD],
+            self.context,
+            self.layer,
+            Pass.BACKWARD,
             lambda level: backward_phases(
                 work[level],
                 self.kernel,
@@ -191,7 +226,7 @@ class _Driver:
         for level, (*parts, of_sinks) in done.items():
             for grad, part in zip(grads, parts, strict=True):
                 grad[self.context.groups[level].rows] = part
-            if dsinks is not None:
+            if dsinks is not None and of_sinks is not None:
                 dsinks += of_sinks
         self.backward = None
         return [*grads, None if dsinks is None else dsinks.to(like.dtype)]
@@ -200,10 +235,18 @@ class _Driver:
 class _Run(Generic[Result]):
     """The groups' generators in one pass, advanced turn by turn."""
 
-    def __init__(self, turns: Sequence[Turn], begin: Callable[[int], Generator[None, None, Result]]) -> None:
-        self.turns, self.begin = turns, begin
+    def __init__(
+        self,
+        context: AttentionContext,
+        layer: int,
+        which: Pass,
+        begin: Callable[[int], Generator[Exchange, None, Result]],
+    ) -> None:
+        self.turns, self.timer = context.turns[which], context.timer
+        self.layer, self.which, self.begin = layer, which, begin
         self.place = 0
-        self.running: dict[int, Generator[None, None, Result]] = {}
+        self.running: dict[int, Generator[Exchange, None, Result]] = {}
+        self.on_the_wire: dict[int, Exchange] = {}
         self.done: dict[int, Result] = {}
 
     def open(self) -> None:
@@ -220,13 +263,18 @@ class _Run(Generic[Result]):
 
     def _take(self, turn: Turn) -> None:
         self.place += 1
+        began = arrived = self.timer.now()
         if turn.number == 0:
             self.running[turn.level] = self.begin(turn.level)
+        else:
+            self.on_the_wire.pop(turn.level).wait()
+            arrived = self.timer.now()
         try:
-            next(self.running[turn.level])
+            self.on_the_wire[turn.level] = next(self.running[turn.level])
         except StopIteration as end:
             self.done[turn.level] = end.value
             del self.running[turn.level]
+        self.timer.add(self.layer, self.which, turn, began, arrived, self.timer.now())
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -240,15 +288,13 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, driver: _Driver) -> Tensor:
         ctx.driver = driver
-        with driver.context.timed():
-            driver.start_forward()
+        driver.start_forward()
         return q.new_empty(0)  # a token: it orders the two nodes and carries no data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         driver: _Driver = ctx.driver
-        with driver.context.timed():
-            return (*driver.finish_backward(grads[0]), None)
+        return (*driver.finish_backward(grads[0]), None)
 
 
 class _Finish(torch.autograd.Function):
@@ -257,8 +303,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, driver: _Driver) -> Tensor:
         ctx.driver = driver
-        with driver.context.timed():
-            out, saved = driver.finish_forward()
+        out, saved = driver.finish_forward()
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         return out
 
@@ -267,6 +312,5 @@ class _Finish(torch.autograd.Function):
         driver: _Driver = ctx.driver
         flat = ctx.saved_tensors  # recomputes the layer, if it is one that is recomputed
         saved = [Saved(*flat[i : i + len(Saved._fields)]) for i in range(0, len(flat), len(Saved._fields))]
-        with driver.context.timed():
-            driver.start_backward(saved, grads[0])
+        driver.start_backward(saved, grads[0])
         return grads[0].new_empty(0), None

@@ -5,9 +5,9 @@ its share of the heads. One all-to-all carries all tensors. Parts need not be eq
 (then some ranks have one more, or none). With fewer key/value heads than ranks, those are sent to every rank whose
 queries need them, and their gradients are summed at home.
 
-Both functions are generators that yield once, while the exchange is on the wire; where there is nobody to exchange with
-they do nothing and do not yield. Exchanges of a layer and group, per token of width q + 2 kv: forward q + 2 kv in, q
-out; backward q in, q + 2 kv out. With ``keep == "output"`` backward brings 3 q + 2 kv in, and the recompute nothing.
+Both functions are generators that yield the exchange once, while it is on the wire; where there is nobody to exchange
+with they do nothing and do not yield. Exchanges of a layer and group, per token of width q + 2 kv: forward q + 2 kv in,
+q out; backward q in, q + 2 kv out. With ``keep == "output"`` backward brings 3 q + 2 kv in, and the recompute nothing.
 
 Source: DeepSpeed Ulysses (Jacobs et al., arXiv:2309.14509). Ours differs in the uneven splits, in the compact keys and
 values, and in that its backward is called explicitly.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nestsp.attention.merge import wide
 from nestsp.attention.work import GroupWork
-from nestsp.comm.exchange import start_exchange
+from nestsp.comm.exchange import Exchange, start_exchange
 
 __all__ = ["heads_to_tokens", "tokens_to_heads"]
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 def tokens_to_heads(
     work: GroupWork, queries: Sequence[Tensor], keys: Sequence[Tensor]
-) -> Generator[None, None, list[Tensor]]:
+) -> Generator[Exchange, None, list[Tensor]]:
     """Bring tensors to the ranks that work for their heads.
 
     Args:
@@ -57,13 +57,13 @@ def tokens_to_heads(
             [[(t, len(mine.query), size)] * len(queries) + [(t, len(mine.kv), size)] * len(keys) for t in work.sizes],
         ),
     )
-    yield
+    yield arriving
     return [torch.cat(parts) for parts in zip(*_of_inside(work, arriving.finish()), strict=True)]
 
 
 def heads_to_tokens(
     work: GroupWork, queries: Sequence[Tensor], keys: Sequence[Tensor], num_kv_heads: int
-) -> Generator[None, None, list[Tensor]]:
+) -> Generator[Exchange, None, list[Tensor]]:
     """Bring tensors back to the ranks that hold their tokens; what several ranks have of one key/value head is summed.
 
     Args:
@@ -90,7 +90,7 @@ def heads_to_tokens(
             ],
         ),
     )
-    yield
+    yield leaving
     tensors = list(zip(*_of_inside(work, leaving.finish()), strict=True))
     home = [torch.cat(parts, 1) for parts in tensors[: len(queries)]]
     return home + [_sum_heads(work, parts, num_kv_heads) for parts in tensors[len(queries) :]]

@@ -1,4 +1,4 @@
-"""``nestsp``: train, verify, plan, simulate, config.
+"""``nestsp``: train, verify, plan, simulate, trace, config.
 
 The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
 """
@@ -236,6 +236,39 @@ def simulate(
     )
 
 
+@app.command(short_help="Write one step's measured and estimated timeline.")
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that had train.trace_steps set.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="The step; by default the first traced one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to write; by default RUN/trace/step-NUMBER.json.")
+    ] = None,
+) -> None:
+    """Write one step's timeline, measured and estimated side by side, for Perfetto or Chrome."""
+    from nestsp.cli.trace import trace_run
+
+    trace_run(run, step=step, out=out)
+
+
+@app.command(short_help="Probe a model: is it trained right, and in which kinds of groups?")
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="The path of a config.json or its folder, or a name such as gemma-2-9b."),
+    ],
+) -> None:
+    """Probe a model: is it trained right, and in which kinds of groups?
+
+    Makes a small copy with every kind of layer that the model has, and compares it with each sequence alone, in float64
+    on the CPU, in seconds. `nestsp train` does so itself before the first step. Exits with 2 if the model is refused.
+    """
+    from nestsp.cli.check import check_model
+
+    check_model(model)
+
+
 @app.command(name="config")
 def show_config() -> None:
     """Print all settings with their types, defaults and meanings."""
@@ -293,12 +326,19 @@ def _launch(settings: RunConfig) -> None:
     """Start the ranks of this command on this machine, and leave with their exit code."""
     # What needs no torch is refused, and the store built, before any rank waits for it.
     from nestsp.cluster import Cluster
-    from nestsp.shape import ModelShape, read_config_json
+    from nestsp.shape import FAMILIES, ModelShape, read_config_json
     from nestsp.train.console import Screen
     from nestsp.train.prepare import prepare_data
 
-    source = settings.model.config
-    shape = ModelShape.from_hf_config(read_config_json(Path(source)) if isinstance(source, str) else source)
+    source = settings.model.source
+    keys = read_config_json(Path(source)) if isinstance(source, str) else source
+    if keys.get("model_type") in FAMILIES:
+        shape = ModelShape.from_hf_config(keys)
+    else:  # another family's sizes are found in the model itself
+        from nestsp.model.adapter import model_config
+        from nestsp.model.derive import model_shape
+
+        shape = model_shape(model_config(source))
     num_ranks = settings.cluster.ranks
     if num_ranks is None:
         from nestsp.train.world import default_num_ranks

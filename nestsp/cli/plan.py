@@ -158,8 +158,9 @@ def plan_lengths(
     if not as_json:
         print("\n".join(lines), flush=True)
 
+    from nestsp.planners import make_planner
     from nestsp.planners.ground import cost_ground
-    from nestsp.report.comparison import COSTED_PLANNERS, plan_batch
+    from nestsp.report.comparison import plan_batch
     from nestsp.report.placement import degree_table, placement_tree
     from nestsp.report.tables import planner_table
     from nestsp.report.trace import write_trace
@@ -177,7 +178,7 @@ def plan_lengths(
     rows = []
     with Screen(silent=as_json).progress("planning", len(names)) as bar:
         for name in names:
-            rows.append(plan_batch(name, COSTED_PLANNERS[name](ground), batch, cost))
+            rows.append(plan_batch(name, make_planner(name, ground), batch, cost))
             bar.set(len(rows), len(names))
     planned = [row for row in rows if row.timeline is not None]
     if not planned:

@@ -39,18 +39,22 @@ class Exchange:
     ) -> None:
         self._sent: torch.Tensor | None = sent
         self._received: torch.Tensor | None = received
-        self._announced, self._done = announced, done
+        self._announced = announced
+        self._done: dist.Work | torch.cuda.Event | None = done
+
+    def wait(self) -> None:
+        """Wait until everything has arrived, if that is not known yet. On GPUs the stream waits, not the host."""
+        if self._done is not None:
+            self._done.wait()
+        self._done = None
 
     def finish(self) -> list[list[torch.Tensor]]:
-        """Wait until everything has arrived. On GPUs the current stream waits, not the host.
+        """Wait until everything has arrived, and take it.
 
         Returns:
             For each member, the tensors it sent, in the shapes that were announced.
         """
-        if isinstance(self._done, torch.cuda.Event):
-            self._done.wait()
-        else:
-            self._done.wait()
+        self.wait()
         received = self._received
         assert received is not None, "an exchange is finished once"
         self._sent = self._received = None  # whoever still holds the exchange holds no memory

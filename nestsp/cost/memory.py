@@ -29,7 +29,7 @@ from nestsp.cost.comm import Payload, member_widths
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape
 
-__all__ = ["MOMENTS", "MemoryCost", "RankTokens", "make_memory_cost"]
+__all__ = ["MOMENTS", "PLAIN_MEMORY", "MemoryCost", "MemoryOptions", "RankTokens", "make_memory_cost"]
 
 Real = float | npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -37,8 +37,32 @@ Floats = npt.NDArray[np.float64]
 MOMENTS = ("loss slice", "last backward", "recompute", "update")
 # Master parameter, gradient and AdamW's two moments, all float32.
 _STATE_BYTES = 16
+_FROZEN_BYTES = 4
 # Of a token: its id, position, target and sequence, int64, and its weight and likelihood, float32.
 _TOKEN_BYTES = 4 * 8 + 2 * 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What of a run's settings changes the bytes of a rank.
+
+    Attributes:
+        num_shards: Ranks that hold one copy of the model's states together; None for all of them.
+        num_trained: Parameters that are trained, of which alone there are gradients and moments; None for all.
+        mlp_slice_tokens: Tokens that go through a feed-forward block at one time; None for all.
+        offloads_inputs: What recomputation keeps of each layer lies in the host's memory.
+        forward_only: There is no backward pass (evaluation), so nothing is kept for one.
+    """
+
+    num_shards: int | None = None
+    num_trained: int | None = None
+    mlp_slice_tokens: int | None = None
+    offloads_inputs: bool = False
+    forward_only: bool = False
+
+
+PLAIN_MEMORY = MemoryOptions()
+"""Everything is sharded over all ranks, trained and kept as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +285,13 @@ class MemoryCost:
 
 
 def make_memory_cost(
-    shape: ModelShape, tree: GroupTree, profile: CostProfile, *, loss_slice_tokens: int = 2048, element_bytes: int = 2
+    shape: ModelShape,
+    tree: GroupTree,
+    profile: CostProfile,
+    *,
+    loss_slice_tokens: int = 2048,
+    element_bytes: int = 2,
+    options: MemoryOptions = PLAIN_MEMORY,
 ) -> MemoryCost:
     """The coefficients of a model on a tree of ranks.
 
@@ -271,15 +301,20 @@ def make_memory_cost(
         profile: Communicators and margin.
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation: 2 for bf16, 4 for float32, 8 for float64.
+        options: What else decides a rank's bytes.
     """
     size, wide = element_bytes, max(4, element_bytes)
     hidden, query, kv = shape.hidden_size, shape.query_width, shape.kv_width
     layer, root = shape.layer_parameters / shape.num_layers, shape.root_parameters
     num_communicators = sum(tree.degree(level) > 1 for level in range(tree.num_levels))
-    states = _STATE_BYTES * shape.num_parameters / tree.num_ranks
+    num_shards = tree.num_ranks if options.num_shards is None else options.num_shards
+    num_trained = shape.num_parameters if options.num_trained is None else options.num_trained
+    states = (_STATE_BYTES * num_trained + _FROZEN_BYTES * (shape.num_parameters - num_trained)) / num_shards
     # A normalisation: its input in float32 and its scale; what it normalised; what it gives to a projection.
     norm = (4 + 2 * size) * hidden + 4
-    head_norms = (4 + size) * (query + kv) + 4 * (shape.num_heads + shape.num_kv_heads) if shape.head_norms else 0
+    norms_a_block = shape.layer_norms / 2
+    head_norms = (4 + size) * (query + kv) + 4 * (shape.num_heads + shape.num_kv_heads)
+    head_norms = head_norms if shape.head_norms or shape.width_norms else 0
     dense = size * (4 if shape.gated_mlp else 2) * shape.intermediate_size, size * 3 * shape.intermediate_size
     blocks = [dense] if shape.num_moe_layers < shape.num_layers else []
     if shape.num_moe_layers:
@@ -289,20 +324,26 @@ def make_memory_cost(
         routing = 4 * shape.num_experts + (2 * 4 + 4 * 8) * top_k
         blocks.append((experts + routing, size * top_k * 3 * hidden))  # in backward, unsorting makes three copies
     feed_forward, feed_forward_gradients = max(blocks)
+    gathered = 2 * size * root + 2 * size * layer + (size + wide) * layer
+    if options.mlp_slice_tokens is not None:  # one slice exists, whatever the tokens of the rank
+        gathered += options.mlp_slice_tokens * (feed_forward + feed_forward_gradients)
+        feed_forward = feed_forward_gradients = 0
+    keeps_inputs = not (options.offloads_inputs or options.forward_only)
+    works_back = not options.forward_only
     return MemoryCost(
         shape=shape,
         element_bytes=size,
         states=states + num_communicators * profile.communicator_bytes + profile.margin_bytes,
-        gathered=2 * size * root + 2 * size * layer + (size + wide) * layer,
+        gathered=gathered,
         token=_TOKEN_BYTES + 2 * size * shape.head_dim,
         last_hidden=norm,
-        layer_input=size * hidden,
+        layer_input=size * hidden if keeps_inputs else 0,
         kept_output=size * query + wide * shape.num_heads,
-        layer_attention=norm + head_norms + size * query,
-        layer_feed_forward=norm + feed_forward,
-        attention_gradients=size * (hidden + query),
-        gradients=2 * size * hidden + feed_forward_gradients,
+        layer_attention=norms_a_block * norm + head_norms + size * query,
+        layer_feed_forward=norms_a_block * norm + feed_forward,
+        attention_gradients=size * (hidden + query) if works_back else 0,
+        gradients=2 * size * hidden + feed_forward_gradients if works_back else 0,
         loss_hidden=2 * size * hidden,
         loss_slice=loss_slice_tokens * shape.vocab_size * 3 * wide,
-        update=2 * 4 * shape.num_parameters / tree.num_ranks,
+        update=2 * 4 * num_trained / num_shards,
     )

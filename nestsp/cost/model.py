@@ -10,7 +10,7 @@ import numpy.typing as npt
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.comm import CommCost, make_comm_cost
 from nestsp.cost.compute import ComputeCost, make_compute_cost
-from nestsp.cost.memory import MemoryCost, make_memory_cost
+from nestsp.cost.memory import PLAIN_MEMORY, MemoryCost, MemoryOptions, make_memory_cost
 from nestsp.cost.profile import CostProfile
 from nestsp.errors import ConfigError
 from nestsp.shape import ModelShape
@@ -94,6 +94,7 @@ def make_cost_model(
     memory_per_rank_bytes: float | None = None,
     loss_slice_tokens: int = 2048,
     element_bytes: int = 2,
+    memory: MemoryOptions = PLAIN_MEMORY,
 ) -> CostModel:
     """The cost model of a run.
 
@@ -105,6 +106,7 @@ def make_cost_model(
         memory_per_rank_bytes: Hard limit of each rank; by default `FREE_MEMORY_FRACTION` of the device's memory.
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation: 2 for bf16, 4 for float32; rates are the profile's own.
+        memory: What else decides a rank's bytes.
 
     Raises:
         ConfigError: The tree has another number of ranks than the cluster.
@@ -124,5 +126,7 @@ def make_cost_model(
         memory_per_rank_bytes=limit,
         compute=make_compute_cost(shape, profile),
         comm=make_comm_cost(shape, cluster, tree, profile, element_bytes=element_bytes),
-        memory=make_memory_cost(shape, tree, profile, loss_slice_tokens=loss_slice_tokens, element_bytes=element_bytes),
+        memory=make_memory_cost(
+            shape, tree, profile, loss_slice_tokens=loss_slice_tokens, element_bytes=element_bytes, options=memory
+        ),
     )

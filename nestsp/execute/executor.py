@@ -20,7 +20,7 @@ from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
 from nestsp.comm.groups import Link
 from nestsp.errors import PlanError
-from nestsp.execute.capability import executor_capabilities
+from nestsp.execute.capability import executor_capabilities, ring_refusal
 from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
@@ -57,7 +57,8 @@ class Executor:
         rank: This rank.
         device: Where the tensors are.
         kernel: The attention kernel.
-        timer: Measures attention.
+        timer: Times the turns of attention in the last run.
+        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
     """
 
     root: nn.Module
@@ -67,6 +68,7 @@ class Executor:
     device: torch.device
     kernel: Kernel
     timer: AttentionTimer
+    streaming: bool = True
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -79,12 +81,11 @@ class Executor:
             raise PlanError(
                 f"the plan's tree is {plan.tree}, but the ranks have groups of another one; plan for theirs"
             )
+        refusal = ring_refusal(self.shape)
         for number, placement in plan.placements():
-            if placement.ring_degree != 1 and self.shape.window:
+            if placement.ring_degree != 1 and refusal is not None:
                 raise PlanError(
-                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but the model "
-                    f"has layers with a sliding window of {self.shape.window}, which no ring runs; plan with ring "
-                    "degree 1"
+                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
                 )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers > self.shape.num_layers:
@@ -96,7 +97,7 @@ class Executor:
 
     def load(self, plan: Plan, read: ReadTokens) -> LocalBatch:
         """Make the tensors of all microbatches of a checked plan; no collective."""
-        schedule = make_schedule(plan)
+        schedule = make_schedule(plan, streaming=self.streaming)
         local = []
         for number, spans in enumerate(rank_spans(plan, self.rank)):
             tokens = load_local(spans, plan.batch, read, self.device)
@@ -116,9 +117,12 @@ class Executor:
         Returns:
             This rank's loss sum, a float scalar without gradient.
         """
+        self.timer.clear()
         total: Tensor | None = None
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches, start=1):
             microbatch.attention.stash.clear()  # what a run that failed may have left
+            if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
+                self.root.set_requires_all_reduce(number == len(batch.microbatches))
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
                 loss = token_loss(microbatch.tokens, nll)
@@ -185,5 +189,5 @@ class Executor:
             {which: schedule.turns(microbatch, self.rank, which) for which in Pass},
             self.kernel,
             frozenset(range(self.shape.num_layers - kept)),
-            self.timer,
+            self.timer.of(microbatch),
         )

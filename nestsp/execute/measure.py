@@ -1,41 +1,76 @@
-"""Seconds that a rank spends in attention, exchanges included. Costs two clock readings a node and pass."""
+"""Times the turns of attention, as `nestsp.attention.streaming.Timer` asks for.
+
+Price: two or three readings of a clock for each turn. On GPUs these are events on the stream of computation, read only
+after the step, so nothing waits for them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["AttentionTimer"]
+from nestsp.report.measured import TimedTurn
+from nestsp.schedule import Pass, Turn
+
+__all__ = ["AttentionTimer", "MicrobatchTimer"]
 
 
 class AttentionTimer:
-    """Sums the time between entering and leaving attention, on the device's own clock."""
+    """Times all turns of one rank's run of a batch, on the device's own clock, from where its step begins."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._turns: list[tuple[int, int, Pass, Turn, Any, Any, Any]] = []
+        self._zero = self.now()
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Measure what runs inside."""
-        if self._on_gpu:
-            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            before.record()
-            yield
-            after.record()
-            self._events.append((before, after))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
+    def begin(self) -> None:
+        """A step begins: times count from here."""
+        self._zero = self.now()
 
-    def take_s(self) -> float:
-        """Seconds since the last call; on GPUs, all work must have ended."""
-        seconds: float = self._seconds + sum(before.elapsed_time(after) for before, after in self._events) / 1e3
-        self._seconds, self._events = 0.0, []
+    def clear(self) -> None:
+        """Forget all turns, also those of a run that failed."""
+        self._turns = []
+
+    def now(self) -> Any:
+        """This instant: seconds, or an event on the GPU."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def of(self, microbatch: int) -> MicrobatchTimer:
+        """The timer of one microbatch."""
+        return MicrobatchTimer(self, microbatch)
+
+    def add(self, microbatch: int, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """A turn was taken; see `nestsp.attention.streaming.Timer`."""
+        self._turns.append((microbatch, layer, which, turn, began, arrived, ended))
+
+    def take(self) -> tuple[TimedTurn, ...]:
+        """All turns of the last run; on GPUs, waits for the last of them."""
+        turns, self._turns = self._turns, []
+        if self._on_gpu and turns:
+            turns[-1][-1].synchronize()
+        return tuple(
+            TimedTurn(microbatch, layer, which, turn.level, turn.number, *map(self._seconds, instants))
+            for microbatch, layer, which, turn, *instants in turns
+        )
+
+    def _seconds(self, instant: Any) -> float:
+        seconds: float = self._zero.elapsed_time(instant) / 1e3 if self._on_gpu else instant - self._zero
         return seconds
+
+
+class MicrobatchTimer:
+    """Adds the number of its microbatch to each turn."""
+
+    def __init__(self, timer: AttentionTimer, microbatch: int) -> None:
+        self._timer, self._microbatch = timer, microbatch
+        self.now = timer.now
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: Any, arrived: Any, ended: Any) -> None:
+        """See `nestsp.attention.streaming.Timer`."""
+        self._timer.add(self._microbatch, layer, which, turn, began, arrived, ended)

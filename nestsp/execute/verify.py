@@ -131,6 +131,7 @@ class RoutingRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._origin: Sequence[tuple[int, int]] = ()
+        self._places: dict[int, int] = {}
         self._handles = []
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         for number, router in enumerate(routers):
@@ -139,7 +140,7 @@ class RoutingRecorder:
     @contextmanager
     def tokens(self, origin: Sequence[tuple[int, int]]) -> Iterator[None]:
         """Say which (sequence id, position) the next forward's tokens are; tokens beyond them are fillers."""
-        self._origin = origin
+        self._origin, self._places = origin, {}
         yield
         self._origin = ()
 
@@ -151,7 +152,9 @@ class RoutingRecorder:
     def _hook(self, layer: int) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
             chosen = output[2].sort(-1).values.tolist()
-            for (sequence, position), experts in zip(self._origin, chosen, strict=False):
+            start = self._places.get(layer, 0)  # a block that runs in slices calls its router several times
+            self._places[layer] = start + len(chosen)
+            for (sequence, position), experts in zip(self._origin[start:], chosen, strict=False):
                 self.choices[layer, sequence, position] = tuple(experts)
 
         return record

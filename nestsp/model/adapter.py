@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,43 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nestsp.attention.streaming import AttentionContext, attend_groups
 from nestsp.errors import ModelError, did_you_mean
-from nestsp.shape import FAMILIES, ModelShape, read_config_json
+from nestsp.shape import FAMILIES, read_config_json
 
-__all__ = ["ATTENTION", "build_model", "decoder_layers", "model_config", "model_shape", "nestsp_attention"]
+__all__ = [
+    "ATTENTION",
+    "AttentionCall",
+    "AttentionRecord",
+    "MissingContextError",
+    "build_model",
+    "decoder_layers",
+    "model_config",
+    "nestsp_attention",
+    "register_attention",
+]
 
 ATTENTION = "nestsp"
 """Name under which the attention function is registered with Transformers."""
 
 # Keys that published configs carry and that these families' configs do not have (any more): older names, which
 # Transformers translates, and some that decide nothing here. No misspellings, however near they are to another key.
-_PUBLISHED_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "max_window_layers", "use_sliding_window"})
+_PUBLISHED_KEYS = frozenset(
+    {
+        "cache_implementation",
+        "experts_per_token",
+        "initial_context_length",
+        "max_window_layers",
+        "rope_local_base_freq",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window_pattern",
+        "torch_dtype",
+        "use_sliding_window",
+    }
+)
 
 # Kinds of rotary positions whose angles follow from a token's own position alone.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -38,6 +63,44 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Arguments that decoder layers pass on to attention and that decide nothing there: positions are applied before, and
 # nothing is cached in training.
 _IGNORED = frozenset({"position_ids", "use_cache"})
+
+
+class MissingContextError(ModelError):
+    """Attention was called without nestsp's argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asked of attention.
+
+    Attributes:
+        layer: Number of the layer.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Width of a head, the wider one where keys and values differ.
+        window: Keys that a query sees; None for all.
+        softcap: Of the scores; None for none.
+        sinks: Whether each head has a sink.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+
+class AttentionRecord:
+    """Stands where a microbatch's context would, to see what a model asks of attention; the answer is zeros.
+
+    Attributes:
+        calls: In their order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
 
 
 def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
@@ -53,8 +116,12 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
     # Transformers writes into nested mappings that it is given.
     keys = copy.deepcopy(read_config_json(Path(source)) if isinstance(source, str) else dict(source))
     family = keys.pop("model_type", None)
-    if family not in FAMILIES:
-        ModelShape.from_hf_config({"model_type": family})  # raises, with the families there are
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"model_type is {family!r}, but Transformers has no causal language model of that name; nestsp knows "
+            f"{', '.join(FAMILIES)}, and tries what else Transformers has"
+            f"{did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}"
+        )
     try:
         config = AutoConfig.for_model(family, **keys)
     except Exception as error:
@@ -66,11 +133,6 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def model_shape(config: PreTrainedConfig) -> ModelShape:
-    """The sizes of a config, defaults of Transformers filled in."""
-    return ModelShape.from_hf_config(config.to_dict())
-
-
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTION, **kwargs: Any) -> PreTrainedModel:
     """Make a model with random weights that depend on the seed alone, in float32 on the CPU.
 
@@ -80,7 +142,7 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTI
         attention: Attention implementation; ``sdpa`` gives the one-process reference.
         **kwargs: Passed to Transformers, such as ``experts_implementation``.
     """
-    AttentionInterface.register(ATTENTION, nestsp_attention)
+    register_attention()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -88,6 +150,11 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTI
         )
     model.train()
     return model
+
+
+def register_attention() -> None:
+    """Tell Transformers of nestsp's attention; once or more often."""
+    AttentionInterface.register(ATTENTION, nestsp_attention)
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -117,7 +184,7 @@ def nestsp_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    nestsp: AttentionContext | None = None,
+    nestsp: AttentionContext | AttentionRecord | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls, once a layer.
@@ -143,7 +210,7 @@ def nestsp_attention(
         ModelError: An argument asks for something that is not done here.
     """
     if nestsp is None:
-        raise ModelError(
+        raise MissingContextError(
             f"{type(module).__name__} was called without nestsp's context, but its attention implementation is "
             f"'{ATTENTION}'; run it through nestsp's executor, or set model.set_attn_implementation('sdpa')"
         )
@@ -172,6 +239,11 @@ def nestsp_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     size = max(query.shape[-1], value.shape[-1])
+    if isinstance(nestsp, AttentionRecord):
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        call = AttentionCall(layer, num_heads, num_kv_heads, size, sliding_window, softcap, s_aux is not None)
+        nestsp.calls.append(call)
+        return value.new_zeros(1, query.shape[2], num_heads, value.shape[-1]), None
     q, k, v = (_widened(x[0].transpose(0, 1), size) for x in (query, key, value))
     out = attend_groups(nestsp, layer, scaling, q, k, v, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out[None, ..., : value.shape[-1]], None
@@ -183,7 +255,7 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:
     """A misspelt key would silently leave the default in place; unknown keys that are near to none pass."""
-    known = {*type(config)().to_dict(), *type(config).attribute_map, *FAMILIES[family]}
+    known = {*type(config)().to_dict(), *type(config).attribute_map, *FAMILIES.get(family, ())}
     for key in sorted(keys.keys() - known - _PUBLISHED_KEYS):
         nearest = did_you_mean(key, (known | _PUBLISHED_KEYS) - keys.keys())  # a key that is given too was not meant
         if nearest:
@@ -192,20 +264,16 @@ def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], fam
 
 def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     keys = config.to_dict()
-    if keys.get("attention_dropout"):
-        raise ModelError(
-            f"attention_dropout is {keys['attention_dropout']}, but nestsp runs none; set "
-            "model.config.attention_dropout: 0"
-        )
-    if keys.get("router_jitter_noise"):
-        raise ModelError(
-            f"router_jitter_noise is {keys['router_jitter_noise']}, but results must not depend on the plan; set it "
-            "to 0"
-        )
+    for key in [key for key in keys if "dropout" in key or key.endswith("pdrop")]:
+        if isinstance(keys[key], int | float) and keys[key] and not key.startswith(("classifier", "summary")):
+            raise ModelError(f"{key} is {keys[key]}, but nestsp runs none; set model.config.{key}: 0")
+    for key in [key for key in keys if "jitter" in key]:
+        if keys[key]:
+            raise ModelError(f"{key} is {keys[key]}, but results must not depend on the plan; set it to 0")
     if keys.get("output_router_logits"):
         raise ModelError(
-            "output_router_logits is true, but the router's auxiliary loss is off in nestsp; set "
-            "model.config.output_router_logits: false"
+            "output_router_logits is true, but nestsp takes the router's auxiliary loss over whole batches; set "
+            "model.config.output_router_logits: false, and train.router_loss: counting_pass for that loss"
         )
     others = set(keys.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if others:
@@ -215,8 +283,22 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
         )
     if keys.get("is_causal") is False:
         raise ModelError("is_causal is false, but nestsp runs causal attention; leave model.config.is_causal out")
+    if keys.get("use_bidirectional_attention"):
+        raise ModelError(
+            "use_bidirectional_attention is true, but nestsp runs causal attention; leave "
+            "model.config.use_bidirectional_attention out"
+        )
     rope = keys.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
+    for parameters in [part for part in rope.values() if isinstance(part, dict)] or [rope]:  # by kind of layer, or one
+        _refuse_rope(parameters.get("rope_type", "default"))
+    for key in ("hidden_act", "hidden_activation"):
+        if key in keys and keys[key] not in ACT2FN:
+            raise ModelError(
+                f"{key} is {keys[key]!r}, but Transformers has no such function{did_you_mean(str(keys[key]), ACT2FN)}"
+            )
+
+
+def _refuse_rope(kind: object) -> None:
     if kind in ("dynamic", "longrope"):
         raise ModelError(
             f"rope_type is '{kind}', but it looks at the longest position that a rank holds, so results would depend "
@@ -225,9 +307,4 @@ def _refuse_what_would_be_wrong(config: PreTrainedConfig) -> None:
     if kind not in _ROPE_TYPES:
         raise ModelError(
             f"rope_type is {kind!r}, but nestsp runs {', '.join(_ROPE_TYPES)}{did_you_mean(str(kind), _ROPE_TYPES)}"
-        )
-    if keys["hidden_act"] not in ACT2FN:
-        raise ModelError(
-            f"hidden_act is {keys['hidden_act']!r}, but Transformers has no such function"
-            f"{did_you_mean(str(keys['hidden_act']), ACT2FN)}"
         )

@@ -7,8 +7,10 @@ slice's logits and their gradient, slice × vocabulary × (the model's dtype + 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +20,7 @@ IGNORED_TARGET = -100
 """Stands for a token that has no target: the last one of each sequence, and fillers."""
 
 
-def sliced_nll(head: nn.Module, hidden_TD: Tensor, targets_T: Tensor, slice_tokens: int) -> Tensor:
+def sliced_nll(head: Callable[[Tensor], Tensor], hidden_TD: Tensor, targets_T: Tensor, slice_tokens: int) -> Tensor:
     """Negative log-likelihood of each token's target, in float32 (float64 for a float64 model).
 
     Args:
@@ -37,7 +39,7 @@ def sliced_nll(head: nn.Module, hidden_TD: Tensor, targets_T: Tensor, slice_toke
     return torch.cat(slices)
 
 
-def _nll(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _nll(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> Tensor:
     logits = head(hidden)
     return F.cross_entropy(logits.to(_wide(logits.dtype)), targets, ignore_index=IGNORED_TARGET, reduction="none")
 

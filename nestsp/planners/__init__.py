@@ -9,7 +9,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.errors import ConfigError, did_you_mean
 from nestsp.plan import Plan
-from nestsp.planners.baselines import BaspGroups, BatchAdaptive, Judged, StaticDegree
+from nestsp.planners.baselines import BaspGroups, BatchAdaptive, DisjointGroups, Judged, StaticDegree
 from nestsp.planners.flexsp import FlexSPGroups
 from nestsp.planners.ground import Ground
 from nestsp.planners.search import NestedGroups
@@ -39,6 +39,7 @@ PLANNERS: Mapping[str, Callable[[Ground, int | None], Planner]] = {
     "static": _static,
     "batch-adaptive": lambda ground, degree: BatchAdaptive(ground),
     "basp": lambda ground, degree: BaspGroups(ground),
+    "disjoint": lambda ground, degree: DisjointGroups(ground),
     "flexsp": lambda ground, degree: FlexSPGroups(ground),
     "nsp": lambda ground, degree: NestedGroups(ground),
 }

@@ -55,18 +55,21 @@ class CappedGround(Ground):
         return sizes
 
 
-def run_ground(cost: CostModel, can: Capabilities, max_tokens_per_rank: int | None = None) -> Ground:
+def run_ground(
+    cost: CostModel, can: Capabilities, max_tokens_per_rank: int | None = None, *, streaming: bool = True
+) -> Ground:
     """The ground of a cost model for plans that an executor can run.
 
     Args:
         cost: The model, cluster, hardware and memory limit.
         can: What the executor can run.
         max_tokens_per_rank: Cap on the tokens that a rank holds in a microbatch; None for none.
+        streaming: Whether exchanges are hidden behind other groups' attention.
 
     Raises:
         InfeasibleError: The model itself does not fit.
     """
-    ground = cost_ground(cost)
+    ground = cost_ground(cost, streaming=streaming)
     if can.num_kept_layers:
         ground = _keep_layers(ground, cost)
     elif can.num_kept_layers == 0:

@@ -15,6 +15,7 @@ from typing import Any
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.bound import lower_bound
+from nestsp.cost.memory import PLAIN_MEMORY, MemoryOptions
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.errors import InfeasibleError
@@ -78,6 +79,8 @@ class PlanningTask:
         can: What the executor can run.
         loss_slice_tokens: Tokens whose logits exist at one time.
         element_bytes: Of one number in computation.
+        memory: What else decides a rank's bytes.
+        streaming: Whether groups take turns.
     """
 
     planner: str
@@ -91,6 +94,8 @@ class PlanningTask:
     can: Capabilities
     loss_slice_tokens: int = 2048
     element_bytes: int = 2
+    memory: MemoryOptions = PLAIN_MEMORY
+    streaming: bool = True
 
     def cost(self) -> CostModel:
         """What everything costs.
@@ -106,6 +111,7 @@ class PlanningTask:
             memory_per_rank_bytes=self.memory_per_rank_bytes,
             loss_slice_tokens=self.loss_slice_tokens,
             element_bytes=self.element_bytes,
+            memory=self.memory,
         )
 
     def ground(self) -> Ground:
@@ -115,7 +121,7 @@ class PlanningTask:
             InfeasibleError: The model itself does not fit.
             ConfigError: The profile is not there, or damaged.
         """
-        return run_ground(self.cost(), self.can, self.max_tokens_per_rank)
+        return run_ground(self.cost(), self.can, self.max_tokens_per_rank, streaming=self.streaming)
 
     def with_degree(self, batches: Sequence[SequenceBatch], longest: SequenceBatch) -> PlanningTask:
         """The same task; a static planner without a degree gets the one that is estimated fastest over some batches.
@@ -158,7 +164,8 @@ class PlanningTask:
     def solver(self) -> Callable[[SequenceBatch], Planned]:
         """A function that plans batches; made once, since prices and planner are."""
         cost = self.cost()
-        planner = make_planner(self.planner, run_ground(cost, self.can, self.max_tokens_per_rank), self.degree)
+        ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming)
+        planner = make_planner(self.planner, ground, self.degree)
         return functools.partial(_plan, planner, self.planner, cost)
 
     def check(self, plan: Plan, cost: CostModel) -> None:
@@ -193,6 +200,7 @@ class PlanningTask:
             "cluster": Cluster(**data["cluster"]),
             "tree": GroupTree(tuple(data["tree"]["fanouts"])),
             "can": Capabilities(**data["can"]),
+            "memory": MemoryOptions(**data["memory"]),
         }
         return cls(**{**data, **parts})
 

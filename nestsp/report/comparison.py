@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +18,9 @@ from nestsp.batch import SequenceBatch
 from nestsp.cost.bound import Bound, lower_bound
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
-from nestsp.planners.baselines import (
-    BaspGroups,
-    BatchAdaptive,
-    DisjointGroups,
-    Judged,
-    StaticDegree,
-    static_degrees,
-)
-from nestsp.planners.flexsp import FlexSPGroups
-from nestsp.planners.ground import Ground, cost_ground
-from nestsp.planners.search import NestedGroups
+from nestsp.planners import Planner, make_planner
+from nestsp.planners.baselines import static_degrees
+from nestsp.planners.ground import cost_ground
 from nestsp.report.tables import PlannerRow
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
@@ -36,9 +28,7 @@ from nestsp.simulate import simulate
 __all__ = [
     "ADAPTIVE",
     "BEST_STATIC",
-    "COSTED_PLANNERS",
     "Cell",
-    "CostedPlanner",
     "Ratio",
     "compare",
     "plan_batch",
@@ -48,23 +38,6 @@ __all__ = [
 BEST_STATIC = "best static"
 ADAPTIVE = "batch-adaptive"
 _NUM_RESAMPLES = 10_000
-
-
-class CostedPlanner(Protocol):
-    """A planner that plans on a ground's prices and judges its plan by them."""
-
-    def judge(self, batch: SequenceBatch) -> Judged:
-        """Plan one batch."""
-        ...
-
-
-COSTED_PLANNERS: Mapping[str, Callable[[Ground], CostedPlanner]] = {
-    ADAPTIVE: BatchAdaptive,
-    "basp": BaspGroups,
-    "disjoint": DisjointGroups,
-    "flexsp": FlexSPGroups,
-    "nsp": NestedGroups,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +181,7 @@ class Cell:
         }
 
 
-def plan_batch(name: str, planner: CostedPlanner, batch: SequenceBatch, cost: CostModel) -> PlannerRow:
+def plan_batch(name: str, planner: Planner, batch: SequenceBatch, cost: CostModel) -> PlannerRow:
     """Plan one batch and walk the plan; or say why there is none."""
     began = time.perf_counter()
     try:
@@ -234,7 +207,7 @@ def compare(
         name: Of the cell.
         cost: The cost model.
         batches: The batches.
-        planners: Names in `COSTED_PLANNERS`.
+        planners: Names in `PLANNERS`, but for ``static``.
         degrees: Which static degrees to try; None for all.
         tick: Called after each plan.
     """
@@ -245,7 +218,7 @@ def compare(
     except InfeasibleError as error:
         return Cell(name, cost, given, why_not=str(error))
 
-    def plan_all(label: str, planner: CostedPlanner) -> tuple[PlannerRow, ...]:
+    def plan_all(label: str, planner: Planner) -> tuple[PlannerRow, ...]:
         rows = []
         for batch in given:
             rows.append(plan_batch(label, planner, batch, cost))
@@ -253,8 +226,8 @@ def compare(
         return tuple(rows)
 
     tried = static_degrees(cost.tree) if degrees is None else degrees
-    static = {degree: plan_all(f"static {degree}", StaticDegree(ground, degree)) for degree in tried}
-    planned = {planner: plan_all(planner, COSTED_PLANNERS[planner](ground)) for planner in planners}
+    static = {degree: plan_all(f"static {degree}", make_planner("static", ground, degree)) for degree in tried}
+    planned = {planner: plan_all(planner, make_planner(planner, ground)) for planner in planners}
     return Cell(name, cost, given, bounds, static, planned)
 
 

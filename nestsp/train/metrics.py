@@ -27,6 +27,7 @@ class StepMetrics:
         epoch: Counted from 0.
         loss: Mean over all targets of the batch; None for a step without a target.
         lr: Learning rate.
+        router_loss: Auxiliary loss of the routers, before its coefficient; None if there is none.
         grad_norm: Norm of the gradient of that mean, before clipping; None for a step without a target.
         num_sequences: Sequences of the batch.
         num_tokens: Their tokens, filler not counted.
@@ -39,6 +40,7 @@ class StepMetrics:
         gap_to_bound: How far that is above the least makespan of any plan of this batch, as a fraction of it.
         planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
+        exposed: Measured, mean over ranks: part of the step that attention waited for exchanges, late peers included.
         wait_s: Seconds that this rank waited for its plan.
         imbalance: Slowest rank over mean, minus 1, by the plan's FLOPs.
         num_microbatches: Of the plan.
@@ -60,10 +62,12 @@ class StepMetrics:
     gap_to_bound: float
     planning_s: float
     attention_s: float
+    exposed: float
     wait_s: float
     imbalance: float
     num_microbatches: int
     num_sequences_by_degree: Mapping[int, int]
+    router_loss: float | None = None
 
     def line(self, num_steps: int) -> str:
         """One line for people."""
@@ -78,7 +82,7 @@ class StepMetrics:
         return (
             f"step {self.step:>{width}}/{num_steps}  {learnt}  {self.tokens_per_s:,.0f} tokens/s  "
             f"{format_seconds(self.step_s)}{estimated}  imbalance {self.imbalance:.1%}  "
-            f"microbatches {self.num_microbatches}  sequences by degree {degrees}"
+            f"exposed {self.exposed:.1%}  microbatches {self.num_microbatches}  sequences by degree {degrees}"
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
+from nestsp.cost.memory import MemoryOptions
 from nestsp.data.samples import SampleTable, open_samples
 from nestsp.data.store import Progress
 from nestsp.data.stream import DataState, SampleStream
@@ -28,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data"]
+__all__ = ["Prepared", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -75,9 +76,10 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     Raises:
         NestspError: A subclass that names what is wrong.
     """
-    from nestsp.model.adapter import model_config, model_shape
+    from nestsp.model.adapter import model_config
+    from nestsp.model.derive import model_shape
 
-    model = model_config(config.model.config)
+    model = model_config(config.model.source)
     shape = model_shape(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
@@ -108,6 +110,12 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if config.train.router_loss != "off" and not shape.num_moe_layers:
+        raise ConfigError(
+            f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
+            "off"
+        )
+    config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
     if samples.store.vocab_size > shape.vocab_size:
@@ -122,7 +130,9 @@ def prepare_data(
     return samples, tree
 
 
-def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int) -> PlanningTask:
+def planning_task(
+    prepared: Prepared, *, profile: str, memory_per_rank_bytes: int, element_bytes: int, device: str = "cpu"
+) -> PlanningTask:
     """What the run asks of its planner, known to be possible for every sequence of the store.
 
     A static planner without a degree gets one here: the one that is estimated fastest over the run's first batches,
@@ -133,24 +143,31 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         profile: Name of a preset, or path of a profile.
         memory_per_rank_bytes: Hard limit of each rank.
         element_bytes: Of one number in computation.
+        device: ``cpu`` or ``cuda``; on a CPU, offloading saves nothing.
 
     Raises:
         InfeasibleError: The model or the longest sequence does not fit.
         ConfigError: The profile is not there, or damaged.
     """
-    planner, train = prepared.config.planner, prepared.config.train
+    planner, train, cluster = prepared.config.planner, prepared.config.train, prepared.cluster
     task = PlanningTask(
         planner=planner.name,
         degree=planner.degree,
         max_tokens_per_rank=planner.max_tokens_per_rank,
         shape=prepared.shape,
-        cluster=prepared.cluster,
+        cluster=cluster,
         tree=prepared.tree,
         profile=profile,
         memory_per_rank_bytes=memory_per_rank_bytes,
         can=executor_capabilities(prepared.shape, recompute=train.recompute),
         loss_slice_tokens=train.loss_slice_tokens,
         element_bytes=element_bytes,
+        memory=MemoryOptions(
+            num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
+            mlp_slice_tokens=train.mlp_slice_tokens,
+            offloads_inputs=train.offload and device == "cuda",
+        ),
+        streaming=planner.streaming,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
@@ -160,6 +177,22 @@ def planning_task(prepared: Prepared, *, profile: str, memory_per_rank_bytes: in
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def router_loss_coefficient(prepared: Prepared) -> float:
+    """Factor of the routers' auxiliary loss.
+
+    Raises:
+        ConfigError: Neither the settings nor the model's config have one.
+    """
+    given = prepared.config.train.router_loss_coefficient
+    value = getattr(prepared.model, "router_aux_loss_coef", None) if given is None else given
+    if value is None:
+        raise ConfigError(
+            "train.router_loss_coefficient is not set and the model's config has no router_aux_loss_coef, but the "
+            "auxiliary loss needs a factor; set one of them"
+        )
+    return float(value)
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

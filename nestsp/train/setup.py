@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 from nestsp.attention.local import choose_kernel
 from nestsp.comm.groups import make_links
@@ -18,8 +19,11 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
+from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
+from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
-from nestsp.train.parallelize import shard_root
+from nestsp.model.router_loss import RouterLoss
+from nestsp.train.parallelize import make_mesh, shard_root
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World, everywhere
 
@@ -34,36 +38,49 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 def build_executor(
-    prepared: Prepared, world: World, *, dtype: torch.dtype, model_options: Mapping[str, Any] | None = None
+    prepared: Prepared,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    streaming: bool,
+    model_options: Mapping[str, Any] | None = None,
 ) -> Executor:
-    """Build the model on every rank from the same seed, shard it, and make and warm the process groups.
+    """Build the model on every rank from the same seed or files, shard it, and make and warm the process groups.
 
     Args:
         prepared: The run.
         world: This rank.
         dtype: Of computation. Parameters and reductions are float32, or float64 for float64.
+        streaming: Of the planning task, which is the same on all ranks.
         model_options: Passed to Transformers, such as ``experts_implementation``.
 
     Raises:
-        ModelError: The ranks built different weights.
+        ModelError: The ranks built different weights, or the files do not fit the model.
     """
-    train = prepared.config.train
-    model = build_model(prepared.model, seed=train.seed, **(model_options or {}))
-    if dtype == torch.float64:
-        model.double()
-    if len(set(world.gather(_weights_digest(model)))) != 1:
-        raise everywhere(
-            ModelError(
-                "the ranks built different initial weights from one seed, but must have the same; install the same "
-                "torch and transformers on all hosts"
-            )
-        )
-    nn.Module.to(model, world.device)
-    install_layer_runner(model)
-    root = LossRoot(model, train.loss_slice_tokens)
-    mesh = init_device_mesh(world.device.type, (world.cluster.num_ranks,))
-    reduce_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    shard_root(root, mesh, compute_dtype=dtype, reduce_dtype=reduce_dtype)
+    train, cluster = prepared.config.train, world.cluster
+    num_shards = train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    path, options = prepared.config.model.path, dict(model_options or {})
+    sources: Mapping[str, Source] | None = None
+    if path is None:
+        model = _random_model(prepared, world, wide, options)
+    else:
+        model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
+        sources = world.together(lambda: find_sources(model, Path(path)))
+    if train.mlp_slice_tokens is not None:
+        install_mlp_slices(model, train.mlp_slice_tokens)
+    install_layer_runner(model, offload=train.offload)
+    root = LossRoot(
+        model,
+        train.loss_slice_tokens,
+        None if train.router_loss == "off" else RouterLoss(model),
+        keeps_router_counts=train.router_loss == "previous_step",
+    )
+    _move_buffers(root, world.device)
+    mesh = make_mesh(world.device.type, cluster.num_ranks, num_shards)
+    shard_root(root, mesh, compute_dtype=dtype, reduce_dtype=wide)
+    if sources is not None:
+        world.together(lambda: fill_parameters(model, sources, world.device))
     links = make_links(
         prepared.tree,
         world.rank,
@@ -79,7 +96,29 @@ def build_executor(
         world.device,
         choose_kernel(world.device, dtype, prepared.shape.head_dim),
         AttentionTimer(world.device),
+        streaming,
     )
+
+
+def _random_model(prepared: Prepared, world: World, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:
+    model = build_model(prepared.model, seed=prepared.config.train.seed, **options)
+    model.to(dtype)  # type: ignore[arg-type]
+    if len(set(world.gather(_weights_digest(model)))) != 1:
+        raise everywhere(
+            ModelError(
+                "the ranks built different initial weights from one seed, but must have the same; install the same "
+                "torch and transformers on all hosts"
+            )
+        )
+    nn.Module.to(model, world.device)
+    return model
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _weights_digest(model: nn.Module) -> str:

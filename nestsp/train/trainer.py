@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, parse_config, to_yaml
@@ -28,8 +29,12 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
+from nestsp.execute.probe import probe_line
+from nestsp.execute.router_loss import run_with_router_loss
+from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
+from nestsp.report.measured import attention_s, waited_s
 from nestsp.simulate import imbalance, plan_work
 from nestsp.train.checkpoint import (
     CHECKPOINTS,
@@ -43,13 +48,15 @@ from nestsp.train.checkpoint import (
     validate_checkpoint,
 )
 from nestsp.train.console import Bar, Screen
+from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
 from nestsp.train.export import export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import Limits, decide_limits
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
-from nestsp.train.prepare import Prepared, planning_task, prepare
+from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
 from nestsp.train.run_folder import latest_run_folder, new_run_folder
 from nestsp.train.setup import build_executor, compute_dtype
+from nestsp.train.trace import TraceFiles
 from nestsp.train.update import learning_rate, make_optimizer, update
 from nestsp.train.world import World, everywhere, join_world
 from nestsp.units import format_bytes, format_count
@@ -63,6 +70,7 @@ _RECOMPUTE: Mapping[bool | str, str] = {
 }
 _METRICS = "metrics.jsonl"
 _PLANS = "plans.jsonl"
+_EVALUATIONS = "evaluations.jsonl"
 
 
 def train(config: RunConfig, resume: str | None = None) -> int:
@@ -82,6 +90,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    screen.say(world.first(lambda: probe_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -100,10 +109,13 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             profile=limits.profile,
             memory_per_rank_bytes=limits.memory_per_rank_bytes,
             element_bytes=dtype.itemsize,
+            device=world.device.type,
         )
     )
     settings = {**_lasting(config), **limits.to_settings()}
-    executor = build_executor(prepared, world, dtype=dtype)
+    evaluated = world.together(lambda: _prepare_evaluation(prepared, screen))
+    forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
+    executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
     if checkpoint is not None:
@@ -117,7 +129,11 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     locks: list[FileLock] = []  # held until the process ends
     folder, changes = world.first(lambda: _open_folder(config, checkpoint, start.step, locks))
     screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
-    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen)
+    evaluator = None
+    if evaluated is not None and forward is not None:
+        evaluator = Evaluator(evaluated, forward, world, executor)
+    trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
+    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen, trace, evaluator)
     with screen.progress("training", prepared.num_steps, start.step) as bar:
         loop.run(start, bar)
     loop.finish()
@@ -130,6 +146,11 @@ def prepare_with_progress(config: RunConfig, cluster: Cluster, screen: Screen) -
         return prepare(config, cluster, bar.set)
 
 
+def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
+    with screen.progress("tokenising data.eval", None) as bar:
+        return prepare_evaluation(prepared, bar.set)
+
+
 @dataclass(slots=True, eq=False)
 class _Loop:
     prepared: Prepared
@@ -140,6 +161,8 @@ class _Loop:
     identity: RunIdentity
     folder: Path
     screen: Screen
+    trace: TraceFiles
+    evaluator: Evaluator | None = None
     checkpoint: Path | None = None
 
     def run(self, start: Progress, bar: Bar) -> None:
@@ -158,9 +181,22 @@ class _Loop:
             self.screen.say(record.line(num_steps))
             bar.set(step, num_steps)
             progress = Progress(step=step, data=after, settings=start.settings)
+            self._evaluate(step)
             if step == num_steps or (every is not None and step % every == 0):
                 self._save(progress)
         feed.close()
+
+    def _evaluate(self, step: int) -> None:
+        every, num_steps = self.prepared.config.train.eval_every, self.prepared.num_steps
+        if self.evaluator is None or not (step == num_steps or (every is not None and step % every == 0)):
+            return
+        self.screen.say(f"evaluating after step {step} ...")
+        result = self.evaluator.run(step)
+        self.screen.say(result.line(num_steps))
+        if self.world.is_first:
+            records = JsonLines.resume(self.folder / _EVALUATIONS, step - 1)
+            records.write(result)
+            records.close()
 
     def _save(self, progress: Progress) -> None:
         self.checkpoint = self.world.together(
@@ -197,6 +233,16 @@ class _Loop:
             rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
         self.screen.say("\n" + aligned(rows))
 
+    def _run(self, plan: Plan, targets: int) -> tuple[Tensor, float | None]:
+        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
+        local = self.executor.load(plan, self.prepared.samples.read)
+        kind = self.prepared.config.train.router_loss
+        if kind == "off":
+            return self.executor.run(local).double(), None
+        scale = router_loss_coefficient(self.prepared) * targets
+        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
+        return loss_sum.double(), router_loss
+
     def _step(
         self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter
     ) -> tuple[StepMetrics, Any, DataState]:
@@ -205,12 +251,14 @@ class _Loop:
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
-        loss_sum = self.executor.run(self.executor.load(plan, self.prepared.samples.read)).double()
-        sums = torch.stack([loss_sum, loss_sum.new_tensor(self.executor.timer.take_s())])
-        dist.all_reduce(sums)
-        total_loss, attention_s = sums.tolist()
-        attention_s /= self.world.cluster.num_ranks
+        self.executor.timer.begin()
         targets = num_targets(plan.batch)
+        loss_sum, router_loss = self._run(plan, targets)
+        turns = self.executor.timer.take()
+        sums = torch.stack([loss_sum, *loss_sum.new_tensor([attention_s(turns), waited_s(turns)])])
+        dist.all_reduce(sums)
+        total_loss, in_attention_s, waiting_s = sums.tolist()
+        num_ranks = self.world.cluster.num_ranks
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if targets:
@@ -222,6 +270,7 @@ class _Loop:
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
+        self.trace.write(step, turns)
         estimated_s = speed.estimate_s(planned.makespan_s)
         speed.add(planned.makespan_s, step_s)
         record = StepMetrics(
@@ -230,6 +279,7 @@ class _Loop:
             loss=loss,
             lr=lr,
             grad_norm=norm,
+            router_loss=router_loss,
             num_sequences=plan.batch.num_sequences,
             num_tokens=plan.batch.num_tokens,
             num_targets=targets,
@@ -239,7 +289,8 @@ class _Loop:
             makespan_s=planned.makespan_s,
             gap_to_bound=planned.gap,
             planning_s=planned.planning_s,
-            attention_s=attention_s,
+            attention_s=in_attention_s / num_ranks,
+            exposed=waiting_s / num_ranks / step_s,
             wait_s=start - before_plan,
             imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
@@ -340,7 +391,7 @@ def _open_folder(
                 "run without --resume"
             ) from None
         locks.append(lock)
-        for name in (_METRICS, _PLANS) if old not in (None, folder) else ():
+        for name in (_METRICS, _PLANS, _EVALUATIONS) if old not in (None, folder) else ():
             if old is not None and (old / name).exists():
                 shutil.copyfile(old / name, folder / name)
         before = (old or folder) / "config.yaml"
@@ -408,7 +459,7 @@ def _banner(
             ],
         ),
         ("tree", draw_tree(prepared.tree)),
-        ("planner", [f"{task.planner}{degree}"]),
+        ("planner", [f"{task.planner}{degree}" + ("" if task.streaming else "; groups one after the other")]),
         ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
         (
             "memory",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group
@@ -21,6 +24,7 @@ from nestsp.data.samples import num_targets
 from nestsp.data.stream import DataState
 from nestsp.errors import ConfigError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.float64 import all_float64
 from nestsp.execute.verify import (
     Gradients,
     RoutingRecorder,
@@ -30,6 +34,8 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model
+from nestsp.model.derive import reference_attention
+from nestsp.model.load import empty_model, fill_parameters, find_sources
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
@@ -78,7 +84,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     plan, note = world.together(lambda: choose_plan(prepared, task, max_tokens))
     screen.say(_banner(prepared, world, plan, note))
     options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
-    executor = build_executor(prepared, world, dtype=torch.float64, model_options=options)
+    executor = build_executor(prepared, world, dtype=torch.float64, streaming=task.streaming, model_options=options)
     screen.say("running the planned step ...")
     planned = _planned(executor, plan, prepared, world)
     code = 0
@@ -86,12 +92,14 @@ def verify(config: RunConfig, max_tokens: int) -> int:
         screen.say(
             f"running {plural(plan.batch.num_sequences, 'sequence')} alone, one after another, in one process ..."
         )
-        model = build_model(prepared.model, seed=config.train.seed, attention="sdpa", **options).double()
+        model = _one_process_model(prepared, options)
         sequences = {
             identity: torch.from_numpy(prepared.samples.read(identity, 0, length).astype("int64"))
             for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True)
         }
-        result = compare_gradients(planned, reference_gradients(model, sequences), num_targets(plan.batch))
+        with all_float64():
+            reference = reference_gradients(model, sequences)
+        result = compare_gradients(planned, reference, num_targets(plan.batch))
         _print(result)
         code = 0 if result.passes(TOLERANCE) else EXIT_SAID
     return world.share(code)
@@ -177,7 +185,7 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     local = executor.load(plan, prepared.samples.read)
     for microbatch, spans in zip(local.microbatches, rank_spans(plan, world.rank), strict=True):
         origin = [(plan.batch.ids[s.sequence], p) for s in spans.spans for p in range(s.start, s.stop)]
-        with recorder.tokens(origin):
+        with recorder.tokens(origin), all_float64():
             total += executor.run(LocalBatch((microbatch,)))
     recorder.remove()
     dist.all_reduce(total)
@@ -185,6 +193,17 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     dist.gather_object(recorder.choices, gathered if world.is_first else None, group=world.control)
     choices = {key: value for part in gathered if part is not None for key, value in part.items()}
     return Gradients(total.item(), full_gradients(executor.root, keep=world.is_first), choices)
+
+
+def _one_process_model(prepared: Prepared, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The run's model as Transformers runs it, whole and in float64."""
+    path, seed = prepared.config.model.path, prepared.config.train.seed
+    attention = reference_attention(prepared.shape)
+    if path is None:
+        return build_model(prepared.model, seed=seed, attention=attention, **options).double()
+    model = empty_model(prepared.model, attention=attention, **options).double()
+    fill_parameters(model, find_sources(model, Path(path)), torch.device("cpu"))
+    return model
 
 
 def _banner(prepared: Prepared, world: World, plan: Plan, note: str) -> str:

@@ -81,4 +81,5 @@ def draw_case(seed: int, num_ranks: int) -> Case:
         recompute=random.random() < 0.6,
         slice_tokens=random.choice((1, 3, 1000)),
         weighted=random.random() < 0.3,
+        streaming=random.random() < 0.8,
     )

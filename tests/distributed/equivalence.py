@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
@@ -27,6 +26,7 @@ from nestsp.attention.local import CpuFlash, Kernel, Segments
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.float64 import all_float64
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import (
@@ -37,13 +37,16 @@ from nestsp.execute.verify import (
     full_gradients,
     reference_gradients,
 )
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape, reference_attention
+from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
+from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
 from nestsp.shape import ModelShape, head_shares
 from nestsp.shard import rank_spans
-from nestsp.train.parallelize import shard_root
+from nestsp.train.parallelize import make_mesh, shard_root
 
 # Rounding in float64 leaves about 1e-14; anything structural is above 1e-6. In between lie only the models' float32
 # parts (norms, the router's softmax): a value that falls on the other side of a float32 rounding moves results by 1e-8.
@@ -69,6 +72,35 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
 }
 MISTRAL = {"model_type": "mistral", "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 4}
+GEMMA2 = {
+    "model_type": "gemma2",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3 = {"model_type": "gemma3_text", "num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 5}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "sliding_window": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+PHI3 = {"model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+GRANITE = {
+    "model_type": "granite",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+}
+COHERE = {"model_type": "cohere", "num_attention_heads": 6, "num_key_value_heads": 2, "use_qk_norm": True}
+OLMO2 = {"model_type": "olmo2", "num_attention_heads": 6, "num_key_value_heads": 3}
 COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 24,
@@ -89,6 +121,9 @@ class Case:
         slice_tokens: Tokens of one slice of the loss.
         trainable: If given, only parameters whose names contain one of these texts are trained.
         weighted: Targets have weights of all signs and sizes, instead of 1.
+        streaming: Groups take turns.
+        mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
+        offload: Inputs of recomputed layers go through `save_on_cpu`.
     """
 
     keys: Mapping[str, Any]
@@ -97,6 +132,9 @@ class Case:
     slice_tokens: int = 5
     trainable: tuple[str, ...] | None = None
     weighted: bool = False
+    streaming: bool = True
+    mlp_slice_tokens: int | None = None
+    offload: bool = False
 
     @property
     def made(self) -> Plan:
@@ -132,7 +170,8 @@ def make_model(
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
     config = model_config(small_config(keys))
-    more = {"experts_implementation": "eager"} if keys["model_type"] in ("qwen3_moe", "mixtral") else {}
+    experts = ("qwen3_moe", "mixtral", "gpt_oss")
+    more = {"experts_implementation": "eager"} if keys["model_type"] in experts else {}
     model: nn.Module = build_model(config, seed=3, attention=attention, **more)
     model = model.double()
     generator = torch.Generator().manual_seed(4)
@@ -272,18 +311,27 @@ def make_executor(
     compute_dtype: torch.dtype = torch.float64,
     reduce_dtype: torch.dtype = torch.float64,
     sharded: bool = True,
+    num_shards: int | None = None,
+    router_loss: str = "off",
 ) -> Executor:
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
-    install_layer_runner(model)
-    root = LossRoot(model, slice_tokens=case.slice_tokens)  # type: ignore[arg-type]
+    if case.mlp_slice_tokens is not None:
+        install_mlp_slices(model, case.mlp_slice_tokens)
+    install_layer_runner(model, offload=case.offload)
+    root = LossRoot(
+        model,  # type: ignore[arg-type]
+        case.slice_tokens,
+        None if router_loss == "off" else RouterLoss(model),
+        keeps_router_counts=router_loss == "previous_step",
+    )
     if sharded:
-        mesh = init_device_mesh("cpu", (tree.num_ranks,))
+        mesh = make_mesh("cpu", tree.num_ranks, num_shards or tree.num_ranks)
         shard_root(root, mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if links is None:
         links = make_tree_links(case.made, rank)
-    return Executor(root, shape, links, rank, CPU, CountingKernel(), AttentionTimer(CPU))
+    return Executor(root, shape, links, rank, CPU, CountingKernel(), AttentionTimer(CPU), case.streaming)
 
 
 def make_tree_links(plan: Plan, rank: int) -> Mapping[int, Link]:
@@ -358,17 +406,18 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
         executor = make_executor(case, rank, links=links[plan.tree.fanouts])
-        with recorded(executor, plan) as log:
+        with recorded(executor, plan) as log, all_float64():
             planned = planned_gradients(executor, plan, tokens, weighted=case.weighted)
         logs: list[Any] = [None] * num_ranks
         dist.all_gather_object(logs, log)
         if rank != 0:
             continue
-        alone = make_model(case.keys, "sdpa", trainable=case.trainable)
-        if case.weighted:
-            reference = weighted_gradients(alone, tokens, make_weights(plan))
-        else:
-            reference = reference_gradients(alone, tokens)
+        alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
+        with all_float64():
+            if case.weighted:
+                reference = weighted_gradients(alone, tokens, make_weights(plan))
+            else:
+                reference = reference_gradients(alone, tokens)
         verification = compare_gradients(planned, reference, sum(n - 1 for n in plan.batch.lengths))
         # Frozen layers are not recomputed, and what autograd never reaches has no backward.
         faults = order_faults(logs)

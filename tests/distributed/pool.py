@@ -43,6 +43,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # typed only there
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import Self, TypeVarTuple, Unpack
 
 __all__ = ["RankError", "RankFailure", "RankPool", "RankTimeout"]
@@ -544,6 +545,7 @@ def _serve(conn: "Connection[bytes, bytes]", store: Store) -> None:
         conn.recv_bytes()  # all ranks are done, or one failed and its neighbours must notice
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it holds meshes of groups that are no more, and gives them to equal ones
         gc.collect()  # models and groups die here, not in the middle of the next run
         conn.send_bytes(b"left")
 

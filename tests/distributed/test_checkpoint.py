@@ -35,7 +35,8 @@ from nestsp.errors import CheckpointError
 from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
 from nestsp.train.checkpoint import (

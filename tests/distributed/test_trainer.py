@@ -6,6 +6,7 @@ Only joining the job is replaced: the pool's ranks have joined theirs. Commands 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,9 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nestsp.cli.trace import trace_run
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, load_config
-from nestsp.errors import NestspError
+from nestsp.errors import ConfigError, NestspError
+from nestsp.plan import Plan
+from nestsp.report.measured import TimedTurn
+from nestsp.schedule import Pass, make_schedule
 from nestsp.train import trainer
 from nestsp.train.world import World
 from tests.distributed.pool import RankPool
@@ -297,6 +302,53 @@ def test_steps_samples_and_losses_do_not_depend_on_ranks_or_planner(
     ours, straight = tmp_path / "runs" / "tiny-1", finished / "runs" / "tiny-1"
     assert [plan.batch for plan in read_plans(ours)] == [plan.batch for plan in read_plans(straight)]
     assert losses(ours) == pytest.approx(losses(straight), abs=ROUNDING)
+
+
+def turns_of_a_step(plan: Plan, rank: int, num_layers: int, *, streaming: bool) -> list[tuple[object, ...]]:
+    """(microbatch, layer, pass, level, turn) in the order in which a rank must take them."""
+    found: list[tuple[object, ...]] = []
+    for number, microbatch in enumerate(plan.microbatches):
+        passes = [(layer, Pass.FORWARD) for layer in range(num_layers)]
+        for layer in reversed(range(num_layers)):
+            recomputed = layer < num_layers - microbatch.num_kept_layers
+            passes += [(layer, which) for which in (Pass.RECOMPUTE, Pass.BACKWARD)[not recomputed :]]
+        for layer, which in passes:
+            turns = make_schedule(plan, streaming=streaming).turns(number, rank, which)
+            found += [(number, layer, which, turn.level, turn.number) for turn in turns]
+    return found
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_traced_steps_hold_the_turns_of_the_schedule_and_merge_with_the_estimate(
+    finished: Path, train: Train, tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recompute = "auto" if streaming else "true"
+    train(f"planner.streaming={json.dumps(streaming)}", "train.trace_steps=[2, 3]", f"train.recompute={recompute}")
+    run, straight = tmp_path / "runs" / "tiny-1", finished / "runs" / "tiny-1"
+    assert losses(run) == pytest.approx(losses(straight), abs=ROUNDING)
+    plans = read_plans(run)
+    for rank in range(4):
+        lines = read_lines(run / "trace" / f"rank-{rank:05d}.jsonl")
+        assert {line["step"] for line in lines} == {2, 3}
+        for step in (2, 3):
+            turns = [TimedTurn.from_json(line) for line in lines if line["step"] == step]
+            taken = [(t.microbatch, t.layer, t.which, t.level, t.number) for t in turns]
+            assert taken == turns_of_a_step(plans[step - 1], rank, 2, streaming=streaming)
+            instants = [instant for t in turns for instant in (t.began_s, t.arrived_s, t.ended_s)]
+            assert instants == sorted(instants)
+            assert instants[0] > 0
+    assert all(0 <= record["exposed"] < 1 for record in read_lines(run / "metrics.jsonl"))
+    capsys.readouterr()
+    trace_run(run, step=3, out=None)
+    assert capsys.readouterr().out.startswith("step 3 on 4 ranks: ")
+    events = json.loads((run / "trace" / "step-000003.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        f"rank {rank}, {kind}" for rank in range(4) for kind in ("measured", "estimated")
+    }
+    with pytest.raises(ConfigError, match=r"--step is 7, but the traced steps of .* are: 2, 3; take one of them"):
+        trace_run(run, step=7, out=None)
+    with pytest.raises(ConfigError, match=r"has no traced step: .*task.json is missing; train with train.trace_steps"):
+        trace_run(straight, step=None, out=None)
 
 
 def test_each_sample_is_taken_once_an_epoch_and_the_last_short_batch_is_kept(train: Train, tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         ),
         (
             ["train", "tiny.yaml", "--set", "planner.name=nps"],
-            "ConfigError: planner.name is 'nps', but the planners are static, batch-adaptive, basp, flexsp, nsp; did "
-            "you mean 'nsp'?",
+            "ConfigError: planner.name is 'nps', but the planners are static, batch-adaptive, basp, disjoint, flexsp, "
+            "nsp; did you mean 'nsp'?",
         ),
         (
             ["train", "tiny.yaml", "--set", "planner.name=static", "--set", "planner.degree=3"],

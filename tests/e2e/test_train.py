@@ -128,7 +128,7 @@ def test_the_first_loss_is_the_mean_over_all_targets_of_the_batch(
     """G30: of the same weights, in one process; sequences differ in length, so no mean of means is near."""
     monkeypatch.chdir(folder)
     config = load_config(first_run / "config.yaml")
-    model = build_model(model_config(config.model.config), seed=config.train.seed, attention="sdpa")
+    model = build_model(model_config(config.model.source), seed=config.train.seed, attention="sdpa")
     expected = mean_loss(model, open_samples(config.data), read_plans(first_run)[0])
     assert losses(first_run)[0] == pytest.approx(expected, abs=2e-6)
 
@@ -140,7 +140,7 @@ def test_the_export_loads_in_transformers_and_has_learnt(
     config = load_config(first_run / "config.yaml")
     samples = open_samples(config.data)
     exported = AutoModelForCausalLM.from_pretrained(first_run / "hf", dtype=torch.float32)
-    new = build_model(model_config(config.model.config), seed=config.train.seed, attention="sdpa")
+    new = build_model(model_config(config.model.source), seed=config.train.seed, attention="sdpa")
     plan = read_plans(first_run)[0]
     assert mean_loss(exported, samples, plan) < mean_loss(new, samples, plan) - 0.05
 

@@ -18,8 +18,8 @@ from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
 from nestsp.plan import Plan
+from nestsp.planners import make_planner
 from nestsp.planners.ground import cost_ground
-from nestsp.report.comparison import COSTED_PLANNERS
 from nestsp.report.placement import placement_tree
 from nestsp.schedule import make_schedule
 from nestsp.shape import ModelShape
@@ -82,7 +82,7 @@ def reviewed(name: str) -> dict[str, Any]:
         plan, cost = Plan.of_groups(SMALL.tree, batch, groups, "by hand"), SMALL
     else:
         cost, batch, planner = BY_PLANNER[name]
-        plan = COSTED_PLANNERS[planner](cost_ground(cost)).judge(batch).plan
+        plan = make_planner(planner, cost_ground(cost)).judge(batch).plan
     timeline = simulate(make_schedule(plan), cost, record=name in BY_HAND)
     bound = lower_bound(batch, cost)
     return {

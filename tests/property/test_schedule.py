@@ -30,6 +30,11 @@ def in_schedule_order(plan: Plan, microbatch: int, rank: int, which: Pass) -> Se
     return make_schedule(plan).turns(microbatch, rank, which)
 
 
+def in_schedule_order_without_streaming(plan: Plan, microbatch: int, rank: int, which: Pass) -> Sequence[Turn]:
+    """Each group takes all its turns before the next one's first."""
+    return make_schedule(plan, streaming=False).turns(microbatch, rank, which)
+
+
 def in_order_of_readiness(plan: Plan, microbatch: int, rank: int, which: Pass) -> Sequence[Turn]:
     """A mutant: each rank has its own luck in which group is ready first; each group's own turns stay in order."""
     turns = list(in_schedule_order(plan, microbatch, rank, which))
@@ -86,6 +91,7 @@ def finishes(plan: Plan, turns_of: TurnsOf) -> bool:
 def test_no_plan_deadlocks_in_the_order_of_the_schedule(plan: Plan) -> None:
     """F10, D5: uneven shards, empty groups, rings and hybrids, kept outputs and any order of levels never hang."""
     assert finishes(plan, in_schedule_order)
+    assert finishes(plan, in_schedule_order_without_streaming)
 
 
 def test_five_hundred_plans_with_random_empty_groups_do_not_deadlock_and_both_mutants_are_caught() -> None:
@@ -94,6 +100,7 @@ def test_five_hundred_plans_with_random_empty_groups_do_not_deadlock_and_both_mu
     for seed in range(500):
         plan = _busy_plan(random.Random(seed))
         assert finishes(plan, in_schedule_order), seed
+        assert finishes(plan, in_schedule_order_without_streaming), seed
         if seed < 100:
             for mutant in caught:
                 caught[mutant] += not finishes(plan, mutant)

@@ -75,8 +75,8 @@ def test_a_missing_section_is_named(section: str) -> None:
 
 
 def test_a_missing_setting_is_named() -> None:
-    text = LEAST.replace("{config: some/folder}", "{}")
-    assert _refusal(text) == "run.yaml: model.config is missing, but it has no default; set it"
+    with pytest.raises(ConfigError, match=r"data\.eval\.source is missing, but it has no default; set it"):
+        parse_config(LEAST, ["data.eval={}"])
 
 
 def test_the_planner_needs_no_setting() -> None:
@@ -324,7 +324,7 @@ def test_every_setting_is_described_with_type_default_and_meaning() -> None:
     assert rows["cluster.memory_per_rank"][:2] == ("integer | text | null", "null")
     assert rows["cluster.tree"][:2] == ("list of integer | null", "null")
     assert rows["cluster.device"][:2] == ("auto | cpu | cuda", '"auto"')
-    assert rows["model.config"][0] == "text | mapping"
+    assert rows["model.config"][0] == "text | mapping | null"
     assert rows["data.append_eos"][:2] == ("true | false", "true")
     assert not any("<" in kind or "typing" in kind for kind, _, _ in rows.values())
 

@@ -28,6 +28,18 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "granite-3-8b": 8_170_848_256,
+    "command-r": 34_980_831_232,
 }
 
 
@@ -39,6 +51,8 @@ def test_a_known_model_has_the_published_number_of_parameters(name: str) -> None
 def test_active_parameters_give_the_moe_models_their_names() -> None:
     assert known_model("qwen3-30b-a3b").num_active_parameters == pytest.approx(3e9, rel=0.05)
     assert known_model("qwen3-235b-a22b").num_active_parameters == pytest.approx(22e9, rel=0.05)
+    assert known_model("gpt-oss-20b").num_active_parameters == pytest.approx(3.6e9, rel=0.05)
+    assert known_model("gpt-oss-120b").num_active_parameters == pytest.approx(5.1e9, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "billion"), [("gpt-7b", 7.117), ("gpt-13b", 13.116), ("gpt-30b", 31.525)])

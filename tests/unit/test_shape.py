@@ -20,6 +20,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 MOE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
 ODD: list[dict[str, Any]] = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True},
@@ -43,6 +44,19 @@ ODD: list[dict[str, Any]] = [
     {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
     {"model_type": "mixtral", "num_local_experts": 3},
     {"model_type": "mixtral", "num_local_experts": 5, "head_dim": 16, "num_experts_per_tok": 3},
+    {"model_type": "gemma2"},
+    {"model_type": "gemma2", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False},
+    {"model_type": "gemma3_text", "head_dim": 16},
+    GPT_OSS,
+    {**GPT_OSS, "attention_bias": False, "head_dim": 16, "tie_word_embeddings": True},
+    {"model_type": "phi3", "pad_token_id": 0},
+    {"model_type": "phi3", "pad_token_id": 0, "num_key_value_heads": None, "tie_word_embeddings": True},
+    {"model_type": "granite"},
+    {"model_type": "granite", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    {"model_type": "cohere"},
+    {"model_type": "cohere", "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    {"model_type": "olmo2"},
+    {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": None},
 ]
 
 
@@ -98,6 +112,41 @@ def test_flops_of_a_window_are_those_of_the_pairs_inside_it() -> None:
     shape = ModelShape.from_hf_config({**SMALL, **WINDOWED[3][0]})
     pairs = 1 * 20 * 21 // 2 + 2 * sum(min(query, 8) for query in range(1, 21))
     assert shape.attention_flops(20) == 2 * 2 * shape.query_width * pairs
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"model_type": "mistral"},
+    {"model_type": "mixtral", "sliding_window": 3},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    {"model_type": "gemma2"},
+    {"model_type": "gemma2", "layer_types": ["full_attention"] * 5},
+    {"model_type": "gemma3_text"},
+    {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+    {"model_type": "gpt_oss"},
+    {"model_type": "gpt_oss", "sliding_window": 7, "layer_types": ["sliding_attention"] + ["full_attention"] * 4},
+    {"model_type": "phi3"},
+    {"model_type": "phi3", "sliding_window": 9},
+    {"model_type": "llama"},
+]
+
+
+@pytest.mark.parametrize("keys", WINDOWS, ids=str)
+def test_layers_with_a_window_are_those_that_transformers_makes(keys: dict[str, Any]) -> None:
+    """E3, E4: read from each attention module, which decides; what a config leaves out included."""
+    keys = {**SMALL, "num_hidden_layers": 5, "pad_token_id": 0, "num_local_experts": 8, **keys}
+    config = AutoConfig.for_model(**keys)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    windows = []
+    for layer in model.model.layers:
+        window = getattr(layer.self_attn, "sliding_window", None)
+        if keys["model_type"] in ("mistral", "mixtral", "phi3"):  # these read the config in their forward pass
+            window = config.sliding_window
+        windows.append(window)
+    used = [window for window in windows if window is not None]
+    for shape in (ModelShape.from_hf_config(keys), ModelShape.from_hf_config(config.to_dict())):
+        assert (shape.window, shape.num_window_layers) == (max(used, default=0), len(used))
 
 
 def test_active_parameters_are_those_that_multiply_one_token() -> None:

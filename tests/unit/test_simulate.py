@@ -4,10 +4,10 @@ import pytest
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
-from nestsp.cost.work import Rates, Work, sequence_work
+from nestsp.cost.work import Work, sequence_work
 from nestsp.plan import Microbatch, Placement, Plan
 from nestsp.shape import ModelShape
-from nestsp.simulate import estimate_s, imbalance, plan_work, slowest_work
+from nestsp.simulate import imbalance, plan_work
 
 SHAPE = ModelShape("llama", 2, 64, 6, 2, 16, 128, 100)
 
@@ -36,19 +36,10 @@ def test_members_of_a_ring_work_equally_and_in_a_hybrid_by_their_heads_inside() 
         assert [rank.attention for rank in ranks] == pytest.approx([whole * share for share in shares])
 
 
-def test_a_step_lasts_as_long_as_the_slowest_rank_of_each_microbatch() -> None:
+def test_imbalance_is_the_slowest_rank_of_each_microbatch_over_the_mean() -> None:
     work = ((Work(10, 1), Work(2, 4)), (Work(1, 1), Work(5, 0)))
-    assert slowest_work(work) == Work(15, 1)
-    assert estimate_s(work, Rates(2.0, 10.0)) == max(30, 44) + max(12, 10)
     assert imbalance(work) == pytest.approx((11 + 5) / (17 / 2 + 7 / 2) - 1)
 
 
 def test_no_work_is_balanced() -> None:
     assert imbalance(((Work(0, 0), Work(0, 0)),)) == 0
-    assert slowest_work(()) == Work(0, 0)
-
-
-def test_work_scales_and_adds_part_by_part() -> None:
-    assert Work(2, 3) + Work(5, 7) == Work(7, 10)
-    assert Work(2, 3).scaled(10, 100) == Work(20, 300)
-    assert Work(2, 3).total == 5

@@ -207,3 +207,34 @@ def test_a_small_group_that_is_done_early_does_not_hold_up_its_parents_order() -
         plan.check()
         result = timeline(plan, cost)
         assert np.isfinite(result.makespan_s)
+
+
+def test_exchanges_go_before_the_gather_that_takes_the_same_links() -> None:
+    cost = model()
+    across = timeline(nested(cost), cost, record=True)
+    gathers = {event.layer: event for event in across.events if event.name == "gather the next layer"}
+    firsts = {e.layer: e for e in across.events if e.name == "degree 8, forward 0" and e.track == "network"}
+    assert gathers[3].starts_s.min() >= firsts[3].ends_s.max()
+
+
+def test_a_gather_that_no_exchange_meets_starts_where_its_layer_begins() -> None:
+    cost = model()
+    tree = cost.tree
+    batch = SequenceBatch.of_lengths([20_000, 20_000])
+    plan = Plan.of_groups(tree, batch, [{tree.group(1, 0): [0], tree.group(1, 4): [1]}], "test")
+    inside = timeline(plan, cost, record=True)
+    gathers = {event.layer: event for event in inside.events if event.name == "gather the next layer"}
+    begins = {event.layer: event for event in inside.events if event.name == "projections"}
+    assert gathers[3].starts_s.min() == pytest.approx(begins[3].starts_s.max(), rel=ROUNDING)
+
+
+@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
+def test_own_layers_leave_out_head_and_waiting(ring: int, keep: Keep, kept_layers: int) -> None:
+    cost = model()
+    plan = nested(cost, ring=ring, keep=keep, kept_layers=kept_layers)
+    short, full = timeline(plan, cost), timeline(plan, cost, record=True)
+    np.testing.assert_allclose(short.layers_s, full.layers_s, rtol=1e-6)
+    head_s = cost.head_s * np.array(plan.rank_tokens(0))
+    computing_s = short.computing_s - head_s - cost.update_s
+    assert (short.layers_s[0] >= computing_s * (1 - ROUNDING)).all()
+    assert (short.layers_s[0] <= computing_s + short.exchanging_s + ROUNDING).all()

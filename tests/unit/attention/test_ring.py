@@ -41,7 +41,7 @@ class Mail:
         return Arriving()
 
 
-def together(generators: Sequence[Generator[None, None, Any]]) -> list[Any]:
+def together(generators: Sequence[Generator[Any, None, Any]]) -> list[Any]:
     """Advance all members to each pass, and return what they return."""
     results: dict[int, Any] = {}
     while len(results) < len(generators):

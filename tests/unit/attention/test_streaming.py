@@ -189,6 +189,34 @@ def test_after_an_error_in_a_kernel_the_next_call_is_right() -> None:
     assert torch.allclose(attend_groups(context, 0, 0.3, *inputs), expected(inputs, (5, 1, 4, 2)), rtol=0, atol=1e-14)
 
 
+class Listed:
+    """A timer whose instants are 0, 1, 2 ..."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.turns: list[tuple[int, Pass, Turn, int, int, int]] = []
+
+    def now(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+    def add(self, layer: int, which: Pass, turn: Turn, began: int, arrived: int, ended: int) -> None:
+        self.turns.append((layer, which, turn, began, arrived, ended))
+
+
+def test_every_turn_is_timed_once_in_each_pass() -> None:
+    inputs, timer = draw(12), Listed()
+    context = make_context([(5, 1), (4, 2)], recomputed=True)
+    context.timer = timer
+    out = checkpoint(attend_groups, context, 0, 0.3, *inputs, use_reentrant=False)
+    out.sum().backward()
+    wanted = [(which, turn) for which in (Pass.FORWARD, Pass.RECOMPUTE, Pass.BACKWARD) for turn in context.turns[which]]
+    assert [(which, turn) for _, which, turn, *_ in timer.turns] == wanted
+    instants = [instant for *_, began, arrived, ended in timer.turns for instant in (began, arrived, ended)]
+    assert instants == sorted(instants)
+    assert all(began == arrived < ended for *_, began, arrived, ended in timer.turns)  # nothing to wait for
+
+
 def test_a_group_with_more_exchanges_than_its_schedule_is_an_error() -> None:
     context = make_context([(6,)])
     extra = {**context.turns, Pass.FORWARD: (Turn(0, 0, opens=False), Turn(0, 1, opens=False))}

@@ -15,7 +15,7 @@ from nestsp.cli.main import main
 from nestsp.cli.plan import PLANNER_NAMES
 from nestsp.data.lengths import LENGTH_TABLES
 from nestsp.plan import Plan
-from nestsp.report.comparison import COSTED_PLANNERS
+from nestsp.planners import PLANNERS
 
 LENGTHS = [60_000, 9_000, 8_000, 3_000, *[1_000] * 40, 0]
 
@@ -49,7 +49,7 @@ def refusal(
 
 
 def test_the_names_of_the_option_are_those_of_the_planners() -> None:
-    assert set(PLANNER_NAMES) == set(COSTED_PLANNERS)
+    assert {"static", *PLANNER_NAMES} == set(PLANNERS)
 
 
 def test_help_names_the_planning_commands_and_their_sources(
@@ -72,7 +72,7 @@ def test_all_planners_but_the_slow_one_are_in_the_table_and_the_best_plan_is_dra
 ) -> None:
     assert plan(monkeypatch, lengths) == 0
     said = capsys.readouterr().out
-    for name in COSTED_PLANNERS:
+    for name in PLANNER_NAMES:
         assert (f"\n{name} " in said) == (name != "flexsp")
     assert "warning: dropped 1 empty sequence" in said
     assert "estimated, nothing is run: no plan is faster than" in said

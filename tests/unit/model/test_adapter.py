@@ -15,7 +15,8 @@ from torch import Tensor
 from nestsp.attention.local import CpuFlash
 from nestsp.attention.streaming import AttentionContext
 from nestsp.errors import ConfigError, ModelError
-from nestsp.model.adapter import build_model, decoder_layers, model_config, model_shape, nestsp_attention
+from nestsp.model.adapter import build_model, decoder_layers, model_config, nestsp_attention
+from nestsp.model.derive import model_shape
 from nestsp.schedule import Pass
 
 # Written from memory of the published config.json files, older key names included.
@@ -230,10 +231,11 @@ def test_other_rotary_scalings_reach_the_model(scaling: dict[str, Any], inv_freq
 DENSE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "lama"},
-        r"model_type is 'lama', but nestsp runs llama, qwen3, .*, mixtral, mistral; did you mean 'llama'\?",
+        r"model_type is 'lama', but Transformers has no causal language model of that name; .*; did you mean 'llama'\?",
     ),
-    ({"model_type": "gpt2"}, "model_type is 'gpt2', but nestsp runs llama, qwen3, qwen3_moe"),
-    ({"model_type": None}, "model_type is None, but nestsp runs"),
+    ({"model_type": "vit"}, "model_type is 'vit', but Transformers has no causal language model of that name"),
+    ({"model_type": None}, "model_type is None, but Transformers has no causal language model of that name"),
+    ({"hidden_dropout": 0.2}, "hidden_dropout is 0.2, but nestsp runs none; set model.config.hidden_dropout: 0"),
     (
         {"attention_dropout": 0.1},
         "attention_dropout is 0.1, but nestsp runs none; set model.config.attention_dropout: 0",
@@ -275,7 +277,10 @@ DENSE_REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 MOE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but results must not depend on the plan; set it to 0"),
-    ({"output_router_logits": True}, "output_router_logits is true, but the router's auxiliary loss is off in nestsp"),
+    (
+        {"output_router_logits": True},
+        "output_router_logits is true, but nestsp takes the router's auxiliary loss over",
+    ),
     ({"num_expert": 64}, r"model.config.num_expert is no key of a qwen3_moe config; did you mean"),
 ]
 

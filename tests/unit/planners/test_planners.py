@@ -208,8 +208,8 @@ def test_a_run_whose_longest_sequence_fits_no_degree_is_refused() -> None:
         (
             "nps",
             None,
-            "planner.name is 'nps', but the planners are static, batch-adaptive, basp, flexsp, nsp; did you mean "
-            "'nsp'?",
+            "planner.name is 'nps', but the planners are static, batch-adaptive, basp, disjoint, flexsp, nsp; "
+            "did you mean 'nsp'?",
         ),
         (
             "nsp",

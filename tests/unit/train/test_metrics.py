@@ -11,7 +11,7 @@ from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 RECORD = StepMetrics(
     step=7, epoch=1, loss=2.5, lr=3e-3, grad_norm=1.25, num_sequences=5, num_tokens=8000, num_targets=7995,
     tokens_per_s=4000.0, step_s=2.0, estimated_s=None, makespan_s=1.0, gap_to_bound=0.25,
-    planning_s=0.01, attention_s=0.5, wait_s=0.0, imbalance=0.0125,
+    planning_s=0.01, attention_s=0.5, exposed=0.034, wait_s=0.0, imbalance=0.0125,
     num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
 )  # fmt: skip
 
@@ -19,7 +19,7 @@ RECORD = StepMetrics(
 def test_a_line_has_every_figure_of_the_step() -> None:
     assert RECORD.line(60) == (
         "step  7/60  loss 2.5000  lr 3.00e-03  grad norm 1.250  4,000 tokens/s  2.00 s  imbalance 1.2%  "
-        "microbatches 2  sequences by degree 1:3 4:2"
+        "exposed 3.4%  microbatches 2  sequences by degree 1:3 4:2"
     )
     assert "  2.00 s (estimated 1.50 s)  " in replace(RECORD, estimated_s=1.5).line(60)
 
