@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.common import make_executor, quickstart, ratio, where
 from nestsp.cluster import Cluster, GroupTree
-from nestsp.data.samples import num_targets, open_samples
+from nestsp.data.samples import open_samples
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.execute.capability import executor_capabilities
 from nestsp.plan import Plan
@@ -84,7 +84,7 @@ def main() -> None:
         dist.barrier()
         start = time.perf_counter()
         executor.run(executor.load(plan, samples.read))
-        update(executor.root, optimizer, total_weight=num_targets(plan.batch), max_grad_norm=1.0, lr=1e-4)
+        update(executor.root, optimizer, total_weight=samples.targets(plan.batch).weight, max_grad_norm=1.0, lr=1e-4)
         dist.barrier()
         return time.perf_counter() - start, counter.take()
 

@@ -56,8 +56,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# What a turn costs depends on: level, ring degree, keep.
-Chain = tuple[int, int, Keep]
+# What a turn costs depends on: level, ring degree, slices, keep.
+Chain = tuple[int, int, int, Keep]
 Track = Literal["computation", "host links", "network"]
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
@@ -427,7 +427,7 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
     tree = plan.tree
     local, kept, operands, in_flight = (np.zeros(tree.num_ranks) for _ in range(4))
-    alike: dict[Chain, tuple[list[int], list[int]]] = {}
+    alike: dict[tuple[int, int, Keep], tuple[list[int], list[int]]] = {}
     for placement in plan.microbatches[number].placements:
         group = placement.group
         firsts, totals = alike.setdefault((group.level, placement.ring_degree, placement.keep), ([], []))
@@ -447,14 +447,14 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
-    """The turns of one layer and pass with their costs; groups that differ in ring or keep are apart."""
+    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart."""
     turns_of: dict[Chain, _Turns] = {}
     moves = []
     for step in schedule.steps(number, which):
         level, degree = step.turn.level, cost.tree.degree(step.turn.level)
         alike: dict[Chain, list[int]] = {}
         for placement in step.placements:
-            chain: Chain = (level, placement.ring_degree, placement.keep)
+            chain: Chain = (level, placement.ring_degree, placement.num_slices, placement.keep)
             alike.setdefault(chain, []).append(placement.group.first_rank // degree)
             if chain not in turns_of:
                 turns_of[chain] = _Turns.of(placement, which, cost)
@@ -470,47 +470,50 @@ class _Turns:
 
     Attributes:
         exchanges: The communications, in order.
-        heads: float64 [degree], query heads of each member.
-        copies_s: For the all-to-alls in and out: seconds per token of packing at the tokens, one number, and at the
-            heads, float64 [degree].
+        heads: float64 [degree], query heads of each member, in one slice.
+        payloads: What the all-to-alls in and out carry.
     """
 
     which: Pass
     cost: CostModel
     degree: int
     ring_degree: int
+    num_slices: int
     keep: Keep
     exchanges: tuple[LinkTime, ...]
     heads: Floats
-    copies_s: tuple[tuple[float, Floats], tuple[float, Floats]]
+    payloads: tuple[Payload, Payload]
 
     @classmethod
     def of(cls, placement: Placement, which: Pass, cost: CostModel) -> _Turns:
         group, ring, kept = placement.group, placement.ring_degree, placement.keep == "output"
+        slices = placement.num_slices
         if which is Pass.BACKWARD:
-            exchanges = cost.comm.backward(group.level, ring, kept=kept)
+            exchanges = cost.comm.backward(group.level, ring, slices, kept=kept)
             payloads = (BACKWARD_IN_KEPT if kept else BACKWARD_IN, BACKWARD_OUT)
         else:
-            exchanges = cost.comm.forward(group.level, ring) if num_exchanges(placement, which) else ()
+            exchanges = cost.comm.forward(group.level, ring, slices) if num_exchanges(placement, which) else ()
             payloads = (FORWARD_IN, FORWARD_OUT)
         assert len(exchanges) == num_exchanges(placement, which)
-        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads
-        copies = (_copies_s(payloads[0], group.degree, ring, cost), _copies_s(payloads[1], group.degree, ring, cost))
-        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, copies)
+        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads / slices
+        return cls(which, cost, group.degree, ring, slices, placement.keep, exchanges, heads, payloads)
 
     def move(self, turn: Turn, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
         """One turn of some groups.
 
         A ring's turns each see one block of keys: they pass it on, then compute with it. Backward, the turn of the last
         block passes on the gradients of the one before, if there is one between. An all-to-all is packed before it is
-        issued, and unpacked in the turn that waited for it.
+        issued, and unpacked in the turn that waited for it. A slice is attended to while the next is on the wire.
         """
         number, level, last = turn.number, turn.level, len(self.exchanges)
         inner = self.degree // self.ring_degree
         around = range(1, last) if inner > 1 else range(last + 1)  # the turns that compute, or pass on, around the ring
         tokens = sizes.tokens[level][groups]
         before, after = np.zeros((len(groups), self.degree)), None
-        if number in around:
+        if self.num_slices > 1 and last:
+            before = self._packed_s(tokens, number) + self._unpacked_s(tokens, number - 1)
+            after = self._attention_s(level, groups, sizes) if 1 <= number <= self.num_slices else None
+        elif number in around:
             attention = self._attention_s(level, groups, sizes)
             if self.ring_degree == 1:
                 before = attention
@@ -519,14 +522,11 @@ class _Turns:
                 is_last = number - around.start == self.ring_degree - 1
                 passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
-        if last and inner > 1:
-            packed = []
+        if last and inner > 1 and self.num_slices == 1:
             if number < 2:
-                packed.append(self.copies_s[0][number])
+                before = before + self._copy_s(tokens, self.payloads[0], at_heads=number == 1)
             if number >= last - 1:
-                packed.append(self.copies_s[1][last - number])
-            for per_token_s in packed:
-                before = before + (self.cost.profile.launch_s + tokens[:, None] * per_token_s)
+                before = before + self._copy_s(tokens, self.payloads[1], at_heads=number == last - 1)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
             name=turn_name(self.degree, self.which, number),
@@ -541,6 +541,23 @@ class _Turns:
             opens=turn.opens,
         )
 
+    def _packed_s(self, tokens: Floats, number: int) -> Floats:
+        """What it takes to pack one exchange of slices: one slice that is brought, one that goes home."""
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=False) + self._copy_s(tokens, leaving, at_heads=True)
+
+    def _unpacked_s(self, tokens: Floats, number: int) -> Floats:
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=True) + self._copy_s(tokens, leaving, at_heads=False)
+
+    def _of_slices(self, number: int) -> tuple[Payload, Payload]:
+        coming, leaving = self.payloads
+        last = self.num_slices - 1
+        return (
+            coming.slice(number, self.num_slices, kv_with=0),
+            leaving.slice(number - 2, self.num_slices, kv_with=last),
+        )
+
     def _attention_s(self, level: int, groups: Ints, sizes: _LevelSizes) -> Floats:
         if self.which is Pass.RECOMPUTE and self.keep == "output":
             return np.zeros((len(groups), self.degree))
@@ -548,6 +565,15 @@ class _Turns:
         columns = (sizes.tokens[level], sizes.squares[level], sizes.longest[level])
         arrays = [column[groups][:, None] for column in columns]
         seconds: Floats = self.cost.compute.attention_s(direction, self.heads, *arrays, ring_degree=self.ring_degree)
+        return seconds
+
+    def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
+        """Seconds of packing or unpacking one all-to-all; none if it carries nothing."""
+        if payload.query == payload.kv == 0:
+            return np.zeros((len(tokens), self.degree))
+        at_tokens_s, at_heads_s = _copies_s(payload, self.degree, self.ring_degree, self.cost)
+        per_token_s = at_heads_s if at_heads else np.full(self.degree, at_tokens_s)
+        seconds: Floats = self.cost.profile.launch_s + tokens[:, None] * per_token_s
         return seconds
 
 

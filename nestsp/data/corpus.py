@@ -1,7 +1,7 @@
-"""Where texts come from: the standard library's own source, a .jsonl file, or a folder of text files.
+"""Whole texts: the standard library's own source, or a folder of text files.
 
-A corpus is a list of files and the rule that cuts a file into documents. It is read in one fixed order, one file (or
-one line) at a time, and its digest covers the content of every file, so data that changed are never mistaken for data
+A corpus is a list of files and the rule that cuts a file into documents. It is read in one fixed order, one file at a
+time, and its digest covers the content of every file, so data that changed are never mistaken for data
 that did not. There is no shortcut by size and time: a time can be set back, or be too coarse to show a change. The
 price is reading every byte at every start, about 1 s per GB from a warm disk cache.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import json
 import os
 import sys
 import sysconfig
@@ -23,7 +22,16 @@ from typing import Literal
 
 from nestsp.errors import DataError, did_you_mean
 
-__all__ = ["TEXT_SUFFIXES", "Corpus", "Skipped", "open_corpus"]
+__all__ = [
+    "TEXT_SUFFIXES",
+    "Corpus",
+    "Skipped",
+    "file_digest",
+    "files_below",
+    "is_hidden",
+    "open_corpus",
+    "unreadable",
+]
 
 TEXT_SUFFIXES = frozenset(
     f".{suffix}"
@@ -100,7 +108,7 @@ class Corpus:
     """
 
     source: str
-    kind: Literal["stdlib", "jsonl", "folder"]
+    kind: Literal["stdlib", "folder"]
     root: Path
     files: tuple[str, ...]
     skipped: tuple[tuple[str, int], ...] = ()
@@ -123,22 +131,20 @@ class Corpus:
         if self.kind == "stdlib":
             whole.update(repr((sys.implementation.name, tuple(sys.version_info))).encode())
         for name in self.files:
-            whole.update(_file_digest(self.root / name))
+            whole.update(file_digest(self.root / name))
         return whole.hexdigest()
 
     def read(self) -> Iterator[str | Skipped]:
         """Yield every document, or `Skipped` in place of a file that has none, in order.
 
         Raises:
-            DataError: A file cannot be read, or a line of a .jsonl file is not an object with a text.
+            DataError: A file cannot be read.
         """
         for name in self.files:
             path = self.root / name
             match self.kind:
                 case "stdlib":
                     yield from _definitions(_file_bytes(path))
-                case "jsonl":
-                    yield from _jsonl_texts(path)
                 case "folder":
                     yield _whole_text(_file_bytes(path))
 
@@ -148,7 +154,6 @@ def open_corpus(source: str) -> Corpus:
 
     Args:
         source: ``"stdlib"`` for each top-level function and class of the running Python's standard library;
-            or the path of a .jsonl file, whose lines are objects with a ``text``;
             or a folder, in which every file with one of `TEXT_SUFFIXES` is a document. Hidden files and folders are
             left out, links to folders are not followed.
 
@@ -160,20 +165,13 @@ def open_corpus(source: str) -> Corpus:
     path = Path(source).expanduser()
     if source and path.is_dir():
         return _open_folder(source, path)
-    if source and path.is_file():
-        if path.suffix.lower() != ".jsonl":
-            raise DataError(
-                f"data.source is the file {source}, but a file must be .jsonl with a 'text' in each line; "
-                "convert it, or give the folder that it is in"
-            )
-        return Corpus(source, "jsonl", path.parent, (path.name,))
-    remedy = did_you_mean(source, ["stdlib"]) or "; give 'stdlib', a .jsonl file or a folder of text files"
-    raise DataError(f"data.source is '{source}', but there is no such file or folder{remedy}")
+    remedy = did_you_mean(source, ["stdlib"]) or "; give 'stdlib' or a folder of text files"
+    raise DataError(f"data.source is '{source}', but there is no such folder{remedy}")
 
 
 def _open_stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = tuple(name for name in _files_below(root, _is_not_stdlib) if name.endswith(".py"))
+    files = tuple(name for name in files_below(root, _is_not_stdlib) if name.endswith(".py"))
     if not files:
         raise DataError(
             f"data.source is 'stdlib', but this Python has no .py files of its standard library in {root}; "
@@ -183,7 +181,7 @@ def _open_stdlib() -> Corpus:
 
 
 def _open_folder(source: str, root: Path) -> Corpus:
-    files = _files_below(root, _is_hidden)
+    files = files_below(root, is_hidden)
     texts = tuple(name for name in files if PurePosixPath(name).suffix.lower() in TEXT_SUFFIXES)
     if not texts:
         lines = [name for name in files if name.lower().endswith(".jsonl")]
@@ -199,11 +197,12 @@ def _is_not_stdlib(name: str) -> bool:
     return name in ("site-packages", "dist-packages", "__pycache__")
 
 
-def _is_hidden(name: str) -> bool:
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is left out by its name."""
     return name.startswith(".")
 
 
-def _files_below(root: Path, is_left_out: Callable[[str], bool]) -> list[str]:
+def files_below(root: Path, is_left_out: Callable[[str], bool]) -> list[str]:
     """Regular files below a folder as POSIX paths relative to it, sorted, but for names that are left out."""
 
     def refuse(error: OSError) -> None:
@@ -223,21 +222,27 @@ def _file_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
-def _file_digest(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
+    """SHA-256 of a file's content.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     return digest.digest()
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """What to say of a file that the operating system does not give."""
     return DataError(f"the file {path} cannot be read: {error.strerror}; mend or remove it")
 
 
@@ -263,51 +268,3 @@ def _definitions(content: bytes) -> Iterator[str | Skipped]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             yield "\n".join(lines[first - 1 : node.end_lineno]) + "\n"
-
-
-def _jsonl_texts(path: Path) -> Iterator[str]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield _line_text(line, f"{path}, line {number},")
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _line_text(line: bytes, place: str) -> str:
-    try:
-        record = json.loads(line.rstrip().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8 at byte {error.start}, but it must be; convert the file") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON at column {error.colno} ({error.msg}), but it must be; mend it") from None
-    except (ValueError, RecursionError):  # a number with too many digits, or brackets too deep
-        raise DataError(f"{place} is JSON that Python cannot read, but it must be; mend or remove it") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{place} is {_json_type(record)}, but it must be an object with a 'text'; mend it")
-    if "text" not in record:
-        fields = ", ".join(map(repr, record)) or "no field at all"
-        raise DataError(f"{place} has {_short(fields)}, but it needs the field 'text'; rename or add it")
-    text = record["text"]
-    if not isinstance(text, str):
-        raise DataError(f"{place} has {_json_type(text)} as 'text', but it must be a string; mend or remove it")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place} has half a surrogate pair in 'text' at character {error.start}, but a text must be Unicode; "
-            "mend or remove it"
-        ) from None
-    return text
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

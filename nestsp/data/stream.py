@@ -19,7 +19,7 @@ import numpy.typing as npt
 from nestsp.batch import SequenceBatch
 from nestsp.errors import ConfigError, DataError
 
-__all__ = ["DataState", "SampleStream", "sample_order", "splitmix64"]
+__all__ = ["DataState", "SampleStream", "Share", "sample_order", "splitmix64"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,23 @@ class DataState:
             object.__setattr__(self, name, whole)
 
 
+class Share(NamedTuple):
+    """What a mixture's epoch takes of one source.
+
+    The source is a deck that is shuffled anew for each pass; epochs take their cards from it one after another. So all
+    samples of a source come equally often, whatever its weight.
+
+    Attributes:
+        num_samples: The source's samples.
+        num_taken: How many an epoch takes; more than there are takes some, or all, again.
+    """
+
+    num_samples: int
+    num_taken: int
+
+
 class _Epoch(NamedTuple):
-    order: npt.NDArray[np.int64]  # [num_samples]: sample at each position
+    order: npt.NDArray[np.int64]  # [num_samples]: id at each position
     ends: npt.NDArray[np.int64]  # [num_samples + 1]: tokens before each position
 
 
@@ -58,8 +73,10 @@ class SampleStream:
     ``tokens_per_step``, at least one. Batches do not cross epochs; an epoch's last batch may be short and is kept.
 
     Attributes:
-        lengths: int64 [num_samples], tokens of each sample.
+        lengths: int64, tokens of each sample of the table.
         seed: The order follows from it and the epoch.
+        shares: Of a mixture, whose sources lie one after another in the table; empty for every sample once. A sample
+            that an epoch takes again has an id that is its number plus a multiple of the table's length.
 
     Raises:
         ConfigError: Not exactly one batch size is given, or it is below 1.
@@ -70,6 +87,7 @@ class SampleStream:
     seed: int = 0
     tokens_per_step: int | None = None
     sequences_per_step: int | None = None
+    shares: tuple[Share, ...] = ()
     # The epoch used last, under its number: a memo, not state.
     _memo: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False)
 
@@ -89,19 +107,20 @@ class SampleStream:
                 f"sample {int(np.argmin(lengths))} has {int(lengths.min())} tokens, but every sample needs "
                 "at least 1; drop it"
             )
+        assert not self.shares or sum(share.num_samples for share in self.shares) == lengths.size
         object.__setattr__(self, "lengths", lengths)
 
     @property
     def num_samples(self) -> int:
         """Samples in one epoch."""
-        return int(self.lengths.size)
+        return sum(share.num_taken for share in self.shares) or int(self.lengths.size)
 
     def take(self, state: DataState) -> tuple[SequenceBatch, DataState]:
         """The batch that starts at a state, and the state after it.
 
         Returns:
-            A batch whose ids are sample numbers in order, and where the next one starts: after an epoch's last batch
-            at position 0 of the next epoch.
+            A batch whose ids are the samples' in order, and where the next one starts: after an epoch's last batch at
+            position 0 of the next epoch.
 
         Raises:
             DataError: The position is past the last sample.
@@ -114,7 +133,7 @@ class SampleStream:
         epoch = self._epoch(state.epoch)
         stop = int(self._stops(epoch, np.array([state.position]))[0])
         ids = epoch.order[state.position : stop]
-        batch = SequenceBatch(tuple(ids.tolist()), tuple(self.lengths[ids].tolist()))
+        batch = SequenceBatch(tuple(ids.tolist()), tuple(self.lengths[ids % self.lengths.size].tolist()))
         after = DataState(state.epoch, stop) if stop < self.num_samples else DataState(state.epoch + 1, 0)
         return batch, after
 
@@ -149,10 +168,26 @@ class SampleStream:
         epoch = self._memo.get(number)
         if epoch is None:
             order = sample_order(self.num_samples, self.seed, number)
-            epoch = _Epoch(order, np.concatenate([[0], np.cumsum(self.lengths[order])]))
+            if self.shares:
+                order = self._taken(number)[order]
+            epoch = _Epoch(order, np.concatenate([[0], np.cumsum(self.lengths[order % self.lengths.size])]))
             self._memo.clear()
             self._memo[number] = epoch
         return epoch
+
+    def _taken(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Ids of what an epoch of a mixture takes, source after source, not yet in its order."""
+        taken, first = [], 0
+        for number, share in enumerate(self.shares):
+            begin, end = epoch * share.num_taken, (epoch + 1) * share.num_taken
+            passes = range(begin // share.num_samples, (end - 1) // share.num_samples + 1)
+            for again, deck in enumerate(passes):
+                dealt = deck * share.num_samples
+                low, high = max(begin - dealt, 0), min(end - dealt, share.num_samples)
+                cards = _shuffled(share.num_samples, self.seed, number, deck)[low:high]
+                taken.append(first + cards + again * self.lengths.size)
+            first += share.num_samples
+        return np.concatenate(taken)
 
 
 def sample_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -164,7 +199,11 @@ def sample_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int6
     Returns:
         int64 [num_samples], each of 0 to num_samples - 1 once.
     """
-    start = int.from_bytes(hashlib.sha256(f"{seed},{epoch}".encode()).digest()[:8], "little")
+    return _shuffled(num_samples, seed, epoch)
+
+
+def _shuffled(num_samples: int, *numbers: int) -> npt.NDArray[np.int64]:
+    start = int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little")
     return np.argsort(splitmix64(start, num_samples), kind="stable").astype(np.int64, copy=False)
 
 

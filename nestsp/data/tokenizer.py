@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,39 @@ from nestsp.errors import DataError, did_you_mean
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "open_tokenizer", "token_dtype"]
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "MarkedTokens",
+    "Mask",
+    "Span",
+    "Tokenizer",
+    "Tokens",
+    "open_tokenizer",
+    "token_dtype",
+    "tokenizer_files",
+]
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
+Mask = npt.NDArray[np.bool_]
+Span = tuple[int, int]
+"""Characters start to stop - 1 of a text."""
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class MarkedTokens(NamedTuple):
+    """A text's tokens, and which of them hold a character of its spans.
+
+    Attributes:
+        tokens: unsigned integers [num_tokens].
+        mask: bool [num_tokens].
+        num_shared: Tokens that also hold a character outside the spans.
+    """
+
+    tokens: Tokens
+    mask: Mask
+    num_shared: int
 
 
 class Tokenizer(Protocol):
@@ -58,6 +86,18 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text, as `token_dtype` of the vocabulary. An empty text has none."""
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, whole: bool
+    ) -> list[MarkedTokens]:
+        """The tokens of each text, and which of them hold a character of its spans.
+
+        Args:
+            texts: Texts.
+            spans: Of each text; ascending.
+            whole: Whether the texts are treated as `encode_batch` does, with special tokens around them; those after a
+                text are as its last token. Else they are taken as they are: a chat template has written all of it.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
@@ -72,6 +112,19 @@ class ByteTokenizer:
         """The bytes of each text, as uint8."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, whole: bool
+    ) -> list[MarkedTokens]:
+        """The bytes of each text, and which are of its spans; see `Tokenizer`."""
+        encoded = []
+        for text, marked, tokens in zip(texts, spans, self.encode_batch(texts), strict=True):
+            mask = np.zeros(tokens.size, dtype=np.bool_)
+            for start, stop in marked:
+                first = len(text[:start].encode("utf-8"))
+                mask[first : first + len(text[start:stop].encode("utf-8"))] = True
+            encoded.append(MarkedTokens(tokens, mask, 0))
+        return encoded
+
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTokenizer:
@@ -79,6 +132,8 @@ class HuggingFaceTokenizer:
 
     Attributes:
         eos_id: The token appended to every text that does not already end with it, or None to append nothing.
+        backend: With its post-processor, which adds special tokens.
+        bare: Without it, so that offsets are those of whole tokens: post-processors cut spaces off them.
     """
 
     name: str
@@ -86,6 +141,7 @@ class HuggingFaceTokenizer:
     vocab_size: int
     eos_id: int | None
     backend: tokenizers.Tokenizer = field(repr=False, compare=False)
+    bare: tokenizers.Tokenizer = field(repr=False, compare=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text; an empty text has none, not even special ones."""
@@ -94,10 +150,45 @@ class HuggingFaceTokenizer:
         rows = iter([np.array(encoding.ids, dtype=dtype) for encoding in encoded])
         return [self._ended(next(rows)) if text else np.empty(0, dtype) for text in texts]
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, whole: bool
+    ) -> list[MarkedTokens]:
+        """The tokens of each text, and which hold a character of its spans; see `Tokenizer`."""
+        dtype = token_dtype(self.vocab_size)
+        bare = self.bare.encode_batch(list(texts), add_special_tokens=False)
+        encoded = []
+        for text, marked, encoding in zip(texts, spans, bare, strict=True):
+            tokens = np.array(encoding.ids, dtype=dtype)
+            mask, num_shared = _holds(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), marked)
+            if whole and text:
+                full = self.backend.post_process(encoding, None, True)
+                own = np.flatnonzero(np.array(full.special_tokens_mask, dtype=np.int64) == 0)
+                tokens = self._ended(np.array(full.ids, dtype=dtype))
+                first, stop = (int(own[0]), int(own[-1]) + 1) if own.size else (0, 0)
+                assert stop - first == mask.size, "a post-processor puts special tokens before and after a text only"
+                last = np.full(tokens.size - stop, bool(mask.size and mask[-1]))
+                mask = np.concatenate([np.zeros(first, dtype=np.bool_), mask, last])
+            encoded.append(MarkedTokens(tokens, mask, num_shared))
+        return encoded
+
     def _ended(self, tokens: Tokens) -> Tokens:
         if self.eos_id is None or (tokens.size and tokens[-1] == self.eos_id):
             return tokens
         return np.append(tokens, tokens.dtype.type(self.eos_id))
+
+
+def _holds(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> tuple[Mask, int]:
+    """Which tokens hold a character of a span, and how many of them another one too.
+
+    A token without characters is taken to hold the next one.
+    """
+    starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    inside = np.zeros(len(offsets), dtype=np.bool_)
+    for start, stop in spans:
+        mask |= (starts < stop) & (stops > start)
+        inside |= (starts >= start) & (stops <= stop)
+    return mask, int(np.count_nonzero(mask & ~inside))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -137,7 +228,9 @@ def open_tokenizer(name: str, *, append_eos: bool = True) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    settings = _json_object(folder / _FILES[2]) | _json_object(folder / _FILES[1])
+    bare = tokenizers.Tokenizer.from_str(backend.to_str())
+    bare.post_processor = None
+    settings = _settings(folder)
     eos = _special_token(name, backend, settings, "eos_token") if append_eos else None
     eos_id = eos[1] if eos else None
     # The library's version counts: what the same file means is the library's business.
@@ -148,7 +241,36 @@ def open_tokenizer(name: str, *, append_eos: bool = True) -> Tokenizer:
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1,
         eos_id=eos_id,
         backend=backend,
+        bare=bare,
     )
+
+
+def tokenizer_files(name: str) -> tuple[dict[str, Any], str | None]:
+    """What a tokenizer's folder says besides its tokens.
+
+    Args:
+        name: As in `open_tokenizer`.
+
+    Returns:
+        The settings of ``tokenizer_config.json`` and, below them, ``special_tokens_map.json``; and the text of
+        ``chat_template.jinja``, if there is one. Nothing for bytes.
+
+    Raises:
+        DataError: There is no such tokenizer, or a file cannot be read.
+    """
+    if name == "bytes":
+        return {}, None
+    folder = _tokenizer_folder(name)
+    path = folder / _FILES[3]
+    try:
+        template = path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the file {path} cannot be read: {error}; save the tokenizer again") from None
+    return _settings(folder), template
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return _json_object(folder / _FILES[2]) | _json_object(folder / _FILES[1])
 
 
 def _tokenizer_folder(name: str) -> Path:

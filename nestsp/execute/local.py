@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from nestsp.batch import SequenceBatch
+from nestsp.data.store import LabelledTokens
 from nestsp.model.loss import IGNORED_TARGET
 from nestsp.shard import Spans
 
 __all__ = ["LocalTokens", "ReadTokens", "TokenLoss", "load_local", "weighted_sum"]
 
-ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer]]
-"""(sequence id, start, stop) → its tokens start to stop - 1."""
+ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer] | LabelledTokens]
+"""(sequence id, start, stop) → its tokens start to stop - 1, with labels and weights where not all are targets."""
 
 
 class LocalTokens:
@@ -68,21 +69,37 @@ def load_local(spans: Spans, batch: SequenceBatch, read: ReadTokens, device: tor
     ids: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     targets: list[npt.NDArray[np.int64]] = []
+    weights: list[npt.NDArray[np.float32]] = []
     sequences: list[npt.NDArray[np.int64]] = []
     for span in spans.spans:
         length = batch.lengths[span.sequence]
-        tokens = np.asarray(read(batch.ids[span.sequence], span.start, min(span.stop + 1, length)), dtype=np.int64)
+        tokens, following, following_weights = _labelled(
+            read(batch.ids[span.sequence], span.start, min(span.stop + 1, length))
+        )
         ids.append(tokens[: span.num_tokens])
         positions.append(np.arange(span.start, span.stop, dtype=np.int64))
-        following = tokens[1:]
         if span.stop == length:
             following = np.append(following, IGNORED_TARGET)
+            following_weights = np.append(following_weights, np.float32(1))
         targets.append(following)
+        weights.append(following_weights)
         sequences.append(np.full(span.num_tokens, span.sequence, dtype=np.int64))
     columns = (_column(ids, 0), _column(positions, 0), _column(targets, IGNORED_TARGET))
-    weights = torch.ones(len(columns[0]), dtype=torch.float32)
-    moved = [_to(tensor, device) for tensor in (*columns, weights, _column(sequences, 0))]
+    weight_column = torch.from_numpy(np.concatenate(weights) if weights else np.ones(1, np.float32))
+    moved = [_to(tensor, device) for tensor in (*columns, weight_column, _column(sequences, 0))]
     return LocalTokens(moved[0], moved[1], moved[2], moved[3], moved[4], spans.num_tokens)
+
+
+def _labelled(
+    tokens: npt.NDArray[np.integer] | LabelledTokens,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens, and the target and weight of all but the last; a token of weight 0 is no target."""
+    if not isinstance(tokens, LabelledTokens):
+        ids = np.asarray(tokens, dtype=np.int64)
+        return ids, ids[1:], np.ones(max(len(ids) - 1, 0), dtype=np.float32)
+    weights = tokens.weights[1:].astype(np.float32)
+    targets = np.where(weights > 0, tokens.labels[1:].astype(np.int64), IGNORED_TARGET)
+    return tokens.ids.astype(np.int64), targets, weights
 
 
 def _column(parts: Sequence[npt.NDArray[np.int64]], filler: int) -> Tensor:

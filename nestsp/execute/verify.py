@@ -176,12 +176,18 @@ def full_gradients(root: nn.Module, *, keep: bool) -> dict[str, Tensor | None]:
     return result
 
 
-def reference_gradients(model: nn.Module, sequences: Mapping[int, Tensor]) -> Gradients:
+def reference_gradients(
+    model: nn.Module,
+    sequences: Mapping[int, Tensor],
+    labels: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+) -> Gradients:
     """Run each sequence alone through a model, in this process.
 
     Args:
         model: A causal language model of Transformers with ``sdpa`` attention; its gradients must be unset.
         sequences: Token ids, int64 [length], by sequence id.
+        labels: What is to be predicted at each token's place and its weight, int64 and float [length], by sequence id;
+            None for the tokens themselves, all of weight 1.
     """
     recorder = RoutingRecorder(model)
     total = 0.0
@@ -189,7 +195,9 @@ def reference_gradients(model: nn.Module, sequences: Mapping[int, Tensor]) -> Gr
         with recorder.tokens([(identity, position) for position in range(len(ids))]):
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        loss = F.cross_entropy(logits[:-1].to(wide), ids[1:], reduction="sum")
+        wanted, weights = (ids, torch.ones(len(ids))) if labels is None else labels[identity]
+        nll = F.cross_entropy(logits[:-1].to(wide), wanted[1:], reduction="none")
+        loss = (nll * weights[1:].to(wide)).sum()
         if len(ids) > 1:  # a sequence of one token has no target
             loss.backward()
             total += loss.item()
@@ -198,15 +206,15 @@ def reference_gradients(model: nn.Module, sequences: Mapping[int, Tensor]) -> Gr
     return Gradients(total, gradients, recorder.choices)
 
 
-def compare_gradients(planned: Gradients, reference: Gradients, num_targets: int) -> Verification:
+def compare_gradients(planned: Gradients, reference: Gradients, total_weight: float) -> Verification:
     """Compare a planned step with the reference.
 
     Args:
         planned: Of the planned step.
         reference: Of `reference_gradients`.
-        num_targets: Targets of the batch; losses and norms are shown as of the mean over them.
+        total_weight: Of the batch's targets; losses and norms are shown as of the mean over them.
     """
-    denominator = max(num_targets, 1)
+    denominator = total_weight or 1.0
     floor = _FLOOR * reference.norm
     errors = {}
     for name, expected in reference.by_parameter.items():

@@ -93,10 +93,10 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
     num_layers = len(decoder_layers(model))
     asked = [call.layer for call in record.calls]
     if asked != list(range(num_layers)):
-        silent = sorted(set(range(num_layers)) - set(asked))
+        once = sum(asked.count(layer) == 1 for layer in range(num_layers))
         raise ModelError(
-            f"{name} has {num_layers} layers, but layers {silent if silent else asked} do not each ask once for "
-            "attention, so they mix tokens in a way that nestsp does not split; use a model of attention layers alone"
+            f"{name} has {num_layers} layers, but {num_layers - once} of them do not ask for attention, once and in "
+            "turn, so they mix tokens in a way that nestsp does not split; use a model of attention layers alone"
         )
     return record.calls
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestsp.config import DataConfig
-from nestsp.data.samples import open_samples
+from nestsp.data.samples import open_evaluation
 from nestsp.data.store import Progress
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError
@@ -27,7 +26,7 @@ from nestsp.model.loss import IGNORED_TARGET
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.train.feed import PlanFeed
-from nestsp.train.prepare import Prepared
+from nestsp.train.prepare import Prepared, check_vocabulary
 from nestsp.train.world import World
 from nestsp.units import format_count, format_seconds
 
@@ -69,15 +68,12 @@ def prepare_evaluation(prepared: Prepared, progress: Progress | None = None) -> 
     Raises:
         NestspError: A subclass that names what is wrong with them.
     """
-    data = _evaluation_data(prepared.config.data)
-    if data is None:
+    data = prepared.config.data
+    samples = open_evaluation(data, progress)
+    if samples is None:
         return None
-    samples = open_samples(data, progress)
-    if samples.store.vocab_size > prepared.shape.vocab_size:
-        raise ConfigError(
-            f"data.eval has tokens up to {format_count(samples.store.vocab_size)}, but model.config.vocab_size is "
-            f"{format_count(prepared.shape.vocab_size)}; raise it to at least that"
-        )
+    for store in samples.stores:
+        check_vocabulary(store, prepared.shape)
     longest = int(samples.lengths.max())
     limit = getattr(prepared.model, "max_position_embeddings", None)
     if isinstance(limit, int) and longest > limit:
@@ -106,7 +102,7 @@ def evaluation_task(prepared: Prepared, task: PlanningTask) -> PlanningTask:
     """
     forward = dataclasses.replace(
         task,
-        can=dataclasses.replace(task.can, kept_outputs=False),
+        can=dataclasses.replace(task.can, kept_outputs=False, num_kept_layers=0),
         memory=dataclasses.replace(task.memory, forward_only=True),
     )
     forward.check_longest(prepared.longest)
@@ -151,7 +147,9 @@ class Evaluator:
             return
         num_batches = self._prepared.num_steps
         feed = PlanFeed(self._prepared, self._task, self._world, self._executor, DataState(), num_batches)
-        self._plans = [feed.take().planned.plan for _ in range(num_batches)]
+        for number in range(num_batches):
+            self._executor.place.enter(number)  # a move, for the watchdog
+            self._plans.append(feed.take().planned.plan)
         feed.close()
 
 
@@ -167,10 +165,3 @@ def measure_loss(executor: Executor, batch: LocalBatch) -> Tensor:
         weights = microbatch.tokens.weights[there].double()
         sums += torch.stack([(nll[there].double() * weights).sum(), weights.sum(), there.sum().double()])
     return sums
-
-
-def _evaluation_data(data: DataConfig) -> DataConfig | None:
-    """The settings of the corpus with the evaluation's source in place of the training's."""
-    if data.eval is None:
-        return None
-    return data.model_copy(update={**data.eval.model_dump(), "mixture": (), "eval": None})

@@ -16,7 +16,7 @@ from nestsp.cluster import Cluster, GroupTree
 from nestsp.config import RunConfig
 from nestsp.cost.memory import MemoryOptions
 from nestsp.data.samples import SampleTable, open_samples
-from nestsp.data.store import Progress
+from nestsp.data.store import Progress, TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.execute.capability import executor_capabilities
@@ -29,7 +29,7 @@ from nestsp.units import format_count
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Prepared", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
+__all__ = ["Prepared", "check_vocabulary", "planning_task", "prepare", "prepare_data", "router_loss_coefficient"]
 
 # Batches over which a static planner without a degree chooses one.
 _BATCHES_SAMPLED = 20
@@ -94,6 +94,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         seed=config.data.seed,
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
+        shares=samples.shares,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
@@ -110,6 +111,11 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if planner.attention in ("ring", "hybrid") and shape.window:
+        raise ConfigError(
+            f"planner.attention is {planner.attention}, but the model has layers with a sliding window of "
+            f"{format_count(shape.window)}, which no ring runs; set it to auto or ulysses"
+        )
     if config.train.router_loss != "off" and not shape.num_moe_layers:
         raise ConfigError(
             f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
@@ -118,11 +124,8 @@ def prepare_data(
     config.train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     check_planner(planner.name, planner.degree, tree)  # before the store is built: a typo should not cost minutes
     samples = open_samples(config.data, progress)
-    if samples.store.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size is {format_count(shape.vocab_size)}, but the tokenizer "
-            f"{config.data.tokenizer!r} has {format_count(samples.store.vocab_size)} tokens; raise it to at least that"
-        )
+    for store in samples.stores:
+        check_vocabulary(store, shape)
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
@@ -165,9 +168,11 @@ def planning_task(
         memory=MemoryOptions(
             num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
             mlp_slice_tokens=train.mlp_slice_tokens,
+            num_trained=_num_trained(prepared),
             offloads_inputs=train.offload and device == "cuda",
         ),
         streaming=planner.streaming,
+        attention=planner.attention,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
@@ -177,6 +182,19 @@ def planning_task(
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def _num_trained(prepared: Prepared) -> int | None:
+    """Parameters of the adapters; None if all are trained."""
+    settings = prepared.config.train.lora
+    if settings is None:
+        return None
+    from nestsp.model.load import empty_model
+    from nestsp.model.lora import add_adapters, num_adapter_parameters
+
+    model = empty_model(prepared.model)
+    add_adapters(model, settings)
+    return num_adapter_parameters(model)
 
 
 def router_loss_coefficient(prepared: Prepared) -> float:
@@ -193,6 +211,22 @@ def router_loss_coefficient(prepared: Prepared) -> float:
             "auxiliary loss needs a factor; set one of them"
         )
     return float(value)
+
+
+def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
+    """Every token of a store is one of the model's.
+
+    Raises:
+        ConfigError: The model has fewer.
+    """
+    if store.vocab_size <= shape.vocab_size:
+        return
+    tokenizer, size = store.meta["tokenizer"], format_count(store.vocab_size)
+    if tokenizer is None:
+        what = f"{store.meta['source']} has tokens up to {format_count(store.vocab_size - 1)}; raise it to {size}"
+    else:
+        what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
+    raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

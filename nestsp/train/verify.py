@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group
 from nestsp.config import RunConfig
-from nestsp.data.samples import num_targets
+from nestsp.data.store import LabelledTokens
 from nestsp.data.stream import DataState
 from nestsp.errors import ConfigError
 from nestsp.execute.executor import Executor, LocalBatch
@@ -71,7 +73,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
-    prepared = world.together(lambda: prepare_with_progress(config, world.cluster, screen))
+    prepared = prepare_with_progress(config, world, screen)
     limits = decide_limits(config, world, {})
     task = world.first(
         lambda: planning_task(
@@ -93,16 +95,24 @@ def verify(config: RunConfig, max_tokens: int) -> int:
             f"running {plural(plan.batch.num_sequences, 'sequence')} alone, one after another, in one process ..."
         )
         model = _one_process_model(prepared, options)
-        sequences = {
-            identity: torch.from_numpy(prepared.samples.read(identity, 0, length).astype("int64"))
-            for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True)
-        }
         with all_float64():
-            reference = reference_gradients(model, sequences)
-        result = compare_gradients(planned, reference, num_targets(plan.batch))
+            reference = reference_gradients(model, *_sequences(prepared, plan.batch))
+        result = compare_gradients(planned, reference, prepared.samples.targets(plan.batch).weight)
         _print(result)
         code = 0 if result.passes(TOLERANCE) else EXIT_SAID
     return world.share(code)
+
+
+def _sequences(prepared: Prepared, batch: SequenceBatch) -> tuple[dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    """Whole sequences of a batch, their labels and the weights of these, by id."""
+    sequences, labels = {}, {}
+    for identity, length in zip(batch.ids, batch.lengths, strict=True):
+        tokens = prepared.samples.read(identity, 0, length)
+        columns = tokens if isinstance(tokens, LabelledTokens) else (tokens, tokens, np.ones(length))
+        ids, wanted = (torch.from_numpy(column.astype(np.int64)) for column in columns[:2])
+        sequences[identity] = ids
+        labels[identity] = (wanted, torch.from_numpy(columns[2].astype(np.float64)))
+    return sequences, labels
 
 
 def choose_plan(prepared: Prepared, task: PlanningTask, max_tokens: int) -> tuple[Plan, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nestsp import errors
 from nestsp.cluster import Cluster
@@ -17,6 +20,9 @@ from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
 
 __all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
+
+# How often a rank that waits for others' preparation asks whether they are done.
+_ASK_EVERY_S = 0.2
 
 T = TypeVar("T")
 E = TypeVar("E", bound=NestspError)
@@ -35,6 +41,9 @@ class World:
         device: Where this rank computes.
         backend: Names of the communication backends.
         control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
+        store: The launcher's key-value store, which needs no other rank to be awake; None if there is none.
+        job: The launcher's name for this job.
+        num_restarts: How often the launcher has started the job's ranks anew.
     """
 
     rank: int
@@ -43,6 +52,9 @@ class World:
     device: torch.device
     backend: str
     control: dist.ProcessGroup
+    store: Store | None = None
+    job: str = ""
+    num_restarts: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +122,40 @@ class World:
         self.agree(lambda: box.append(action()))
         return box[0]
 
+    def prepare_together(
+        self, what: str, action: Callable[[], T], waiting: Callable[[int, int], None] | None = None
+    ) -> T:
+        """As `together`, for work that may take hours on some hosts: no rank waits for it inside a collective.
+
+        Collectives end after ``cluster.timeout_s``. Ranks that are done ask the key-value store instead, which every
+        rank can reach and nobody waits in.
+
+        Args:
+            what: Names the work; another name each time.
+            action: The work, without collectives.
+            waiting: Told (ranks that are done, all ranks) now and then by a rank that waits.
+        """
+        refused: list[NestspError] = []
+        box: list[T] = []
+        try:
+            box.append(action())
+        except NestspError as error:
+            refused.append(error)
+        store, num_ranks = _get_default_store(), self.cluster.num_ranks
+        num_done = store.add(f"nestsp-{what}", 1)
+        while num_done < num_ranks:
+            if waiting is not None:
+                waiting(num_done, num_ranks)
+            time.sleep(_ASK_EVERY_S)
+            num_done = store.add(f"nestsp-{what}", 0)
+
+        def finish() -> T:
+            if refused:
+                raise refused[0]
+            return box[0]
+
+        return self.together(finish)
+
 
 def everywhere(error: E) -> E:
     """Mark an error that every rank raises alike, so that rank 0 alone says it."""
@@ -163,7 +209,20 @@ def join_world(config: ClusterConfig) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's store outlives its ranks, and what the ranks before a restart left in it would mislead these: gloo
+        # would wait for ports that are gone.
+        store = PrefixStore(f"nestsp-{num_restarts}", _connect(timeout))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank if store is not None else -1,
+        world_size=num_ranks if store is not None else -1,
+        timeout=timeout,
+        device_id=device if kind == "cuda" else None,
+    )
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     numbers: list[Any] = [None] * num_ranks
@@ -176,4 +235,20 @@ def join_world(config: ClusterConfig) -> World:
             )
         )
     cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
-    return World(rank, local_rank, cluster, device, "nccl" if kind == "cuda" else "gloo", control)
+    return World(
+        rank,
+        local_rank,
+        cluster,
+        device,
+        "nccl" if kind == "cuda" else "gloo",
+        control,
+        # A connection of its own: the watchdog must not wait behind what hangs in another.
+        PrefixStore(f"nestsp-watchdog-{num_restarts}", _connect(timedelta(seconds=10))),
+        os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        num_restarts,
+    )
+
+
+def _connect(timeout: timedelta) -> Store:
+    """A new connection to the launcher's store, or to rank 0's where the launcher has none."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

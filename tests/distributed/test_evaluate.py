@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,9 +39,11 @@ EVAL_LENGTHS = (181, 3, 1, 40, 2, 77, 1)  # the longest is over the cap of a ran
 
 def reference_loss(folder: Path, samples: SampleTable) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sequences = {
-        i: torch.from_numpy(samples.read(i, 0, int(length)).astype("int64")) for i, length in enumerate(samples.lengths)
-    }
+    sequences = {}
+    for number, length in enumerate(samples.lengths.tolist()):
+        tokens = samples.read(number, 0, length)
+        assert isinstance(tokens, np.ndarray)
+        sequences[number] = torch.from_numpy(tokens.astype("int64"))
     return reference_gradients(model, sequences).loss_sum / sum(int(length) - 1 for length in samples.lengths)
 
 

@@ -39,11 +39,11 @@ def blocks_seen(keys: dict[str, Any], slice_tokens: int) -> tuple[list[int], lis
     install_mlp_slices(model, slice_tokens)
     seen: list[int] = []
     block = model.model.layers[0].mlp  # type: ignore[union-attr,index]
-    part: nn.Module = block.gate_proj if hasattr(block, "gate_proj") else block.gate  # type: ignore[union-attr,assignment]
+    part: nn.Module = block.gate_proj if hasattr(block, "gate_proj") else block.gate
     part.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[-2]))
     loss: Tensor = model(input_ids=torch.arange(13)[None], use_cache=False).logits.sum()
     forward = len(seen)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return seen[:forward], seen[forward:]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -92,3 +94,28 @@ def test_every_kind_of_error_stays_what_it_is_on_its_way(pool: RankPool) -> None
     kinds = [name for name in errors.__all__ if name not in ("NestspError", "did_you_mean")]
     assert ConfigError.__name__ in kinds
     assert pool.run(raise_each_kind, ranks=2) == [[(name, "rank 1: no", True) for name in kinds]] * 2
+
+
+def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> object:
+    """Rank 1's work takes longer than a collective may."""
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    assert isinstance(control, dist.ProcessGroup)
+    world = World(rank, rank, Cluster(1, num_ranks), torch.device("cpu"), "gloo", control)
+    told: list[tuple[int, int]] = []
+
+    def work() -> int:
+        if rank == 1:
+            time.sleep(3.0)
+        return refuse(rank, refusing, True)
+
+    return outcome(lambda: world.prepare_together("data", work, lambda *state: told.append(state))), bool(told)
+
+
+def test_preparation_may_take_longer_than_a_collective_may(pool: RankPool) -> None:
+    results = pool.run(prepare_slowly, (), ranks=3)
+    assert results == [(0, True), (10, False), (20, True)]
+
+
+def test_a_refusal_after_long_preparation_is_that_of_all(pool: RankPool) -> None:
+    results = pool.run(prepare_slowly, (1,), ranks=3)
+    assert [result for result, _ in results] == [("DataError", "rank 1: no", True)] * 3

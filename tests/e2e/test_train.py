@@ -31,7 +31,9 @@ from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write
 ROUNDING = 2e-5
 TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 KEYS = {
-    "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s", "step_s",
+    "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s",
+    "tokens_per_s_per_rank", "flops_per_s_per_rank", "mfu", "save_s", "load_s", "peak_memory_bytes",
+    "peak_memory_rank", "step_s",
     "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "wait_s",
     "imbalance", "num_microbatches", "num_sequences_by_degree",
 }  # fmt: skip
@@ -116,7 +118,9 @@ def mean_loss(model: PreTrainedModel, samples: SampleTable, plan: Plan) -> float
     total = 0.0
     with torch.no_grad():
         for identity, length in zip(plan.batch.ids, plan.batch.lengths, strict=True):
-            ids = torch.from_numpy(samples.read(identity, 0, length).astype(np.int64))
+            tokens = samples.read(identity, 0, length)
+            assert isinstance(tokens, np.ndarray)
+            ids = torch.from_numpy(tokens.astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             total += F.cross_entropy(logits[:-1].double(), ids[1:], reduction="sum").item()
     return total / (plan.batch.num_tokens - plan.batch.num_sequences)

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ batch_sizes = st.one_of(
 )
 
 
-def _stream(lengths: list[int], sizes: dict[str, int], seed: int = 0) -> SampleStream:
+def _stream(lengths: list[int], sizes: dict[str, Any], seed: int = 0) -> SampleStream:
     return SampleStream(np.array(lengths, dtype=np.int64), seed, **sizes)
 
 

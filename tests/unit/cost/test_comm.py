@@ -120,6 +120,26 @@ def test_backward_a_rings_gradients_follow_their_keys_one_step_behind_and_go_hom
     assert [(t.seconds(2048) - t.latency_s) * PROFILE.host_bytes_per_s for t in two] == pytest.approx([keys, 2 * keys])
 
 
+@pytest.mark.parametrize("num_slices", [2, 3, 4])
+@pytest.mark.parametrize("kept", [False, True])
+def test_slices_carry_the_bytes_of_one_piece(num_slices: int, kept: bool) -> None:
+    """Keys and values come with the first, their gradients go with the last; each slice goes home two later."""
+    cluster = Cluster(1, 8)
+    comm = make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE)
+    for whole, sliced in (
+        (comm.forward(0), comm.forward(0, 1, num_slices)),
+        (comm.backward(0, kept=kept), comm.backward(0, 1, num_slices, kept=kept)),
+    ):
+        assert len(sliced) == num_slices + 2
+        assert sum(t.s_per_token for t in sliced) == pytest.approx(sum(t.s_per_token for t in whole))
+        assert {t.latency_s for t in sliced} == {whole[0].latency_s}
+    first, second, *_, last = (t.s_per_token for t in comm.forward(0, 1, num_slices))
+    one = comm.forward(0)[1].s_per_token / num_slices  # queries, or output, of a slice
+    assert second == pytest.approx(one)
+    assert last == pytest.approx(one)
+    assert first > one
+
+
 def test_a_float32_run_sends_twice_the_bytes_of_a_bf16_run_but_equal_gradients() -> None:
     cluster = Cluster(2, 2)
     bf16, wide = (

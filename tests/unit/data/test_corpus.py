@@ -19,12 +19,6 @@ def _texts(corpus: Corpus) -> list[str]:
     return [item for item in corpus.read() if isinstance(item, str)]
 
 
-def _jsonl(folder: Path, content: bytes) -> Corpus:
-    path = folder / "corpus.jsonl"
-    path.write_bytes(content)
-    return open_corpus(str(path))
-
-
 # the standard library
 
 
@@ -82,61 +76,12 @@ def test_documents_of_the_standard_library_are_its_functions_and_classes() -> No
     ]
 
 
-# a .jsonl file
-
-
-def test_a_jsonl_line_is_a_document(tmp_path: Path) -> None:
-    corpus = _jsonl(tmp_path, '{"text": "é"}\r\n\n  \n{"id": 1, "text": ""}\n{"text": "last\\n"}'.encode())
-    assert list(corpus.read()) == ["é", "", "last\n"]
+# a folder
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    assert list(_jsonl(tmp_path, b'\xef\xbb\xbf{"text": "a"}\n').read()) == ["a"]
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
     assert list(open_corpus(str(tmp_path)).read()) == ["abc"]
-
-
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        (b'{"text": "a"', "is not JSON at column 13"),
-        (b"text", "is not JSON at column 1"),
-        (b'["a"]', "is a list, but it must be an object"),
-        (b'"a"', "is a string, but it must be an object"),
-        (b"null", "is null, but it must be an object"),
-        (b"{}", "has no field at all, but it needs the field 'text'"),
-        (b'{"content": "a", "id": 3}', "has 'content', 'id', but it needs the field 'text'"),
-        (b'{"text": 3}', "has a number as 'text'"),
-        (b'{"text": null}', "has null as 'text'"),
-        (b'{"text": true}', "has a boolean as 'text'"),
-        (b'{"text": ["a"]}', "has a list as 'text'"),
-        (b'{"text": "\xff"}', "is not UTF-8 at byte 10"),
-        (b'{"text": "a\\ud800"}', "has half a surrogate pair in 'text' at character 1"),
-        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "is JSON that Python cannot read"),
-        (b'{"text": "a"} {"text": "b"}', "is not JSON at column 15"),
-    ],
-)
-def test_a_malformed_line_is_named_with_its_file_and_number(tmp_path: Path, line: bytes, rule: str) -> None:
-    corpus = _jsonl(tmp_path, b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'corpus.jsonl'}, line 3, {rule}")) as caught:
-        list(corpus.read())
-    assert "; " in str(caught.value)
-    assert len(str(caught.value)) < 300 + len(str(tmp_path))
-
-
-def test_a_jsonl_digest_follows_content_not_place(tmp_path: Path) -> None:
-    first = _jsonl(tmp_path, b'{"text": "a"}\n')
-    before = first.digest
-    (tmp_path / "other").mkdir()
-    assert _jsonl(tmp_path / "other", b'{"text": "a"}\n').digest == before
-    path = tmp_path / "corpus.jsonl"
-    stat = path.stat()
-    path.write_bytes(b'{"text": "b"}\n')
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
-    assert first.digest != before
-
-
-# a folder
 
 
 def test_a_folder_gives_its_text_files_in_order(tmp_path: Path) -> None:
@@ -190,29 +135,22 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     ("source", "remedy"),
     [
         ("stdlb", "; did you mean 'stdlib'?"),
-        ("no/such.jsonl", "; give 'stdlib', a .jsonl file or a folder of text files"),
-        ("", "; give 'stdlib', a .jsonl file or a folder of text files"),
+        ("no/such", "; give 'stdlib' or a folder of text files"),
+        ("", "; give 'stdlib' or a folder of text files"),
     ],
 )
 def test_a_missing_source_is_refused_with_a_remedy(source: str, remedy: str) -> None:
-    with pytest.raises(
-        DataError, match=re.escape(f"data.source is '{source}', but there is no such file or folder{remedy}")
-    ):
+    with pytest.raises(DataError, match=re.escape(f"data.source is '{source}', but there is no such folder{remedy}")):
         open_corpus(source)
 
 
-def test_a_file_that_is_not_jsonl_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"but a file must be \.jsonl"):
-        open_corpus(str(tmp_path / "a.txt"))
-
-
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
-    corpus = _jsonl(tmp_path, b'{"text": "a"}\n')
-    (tmp_path / "corpus.jsonl").unlink()
-    with pytest.raises(DataError, match=r"corpus\.jsonl cannot be read: No such file"):
+    (tmp_path / "a.txt").write_text("a")
+    corpus = open_corpus(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: No such file"):
         list(corpus.read())
-    with pytest.raises(DataError, match=r"corpus\.jsonl cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: No such file"):
         _ = corpus.digest
 
 

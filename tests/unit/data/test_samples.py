@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nestsp.batch import SequenceBatch
 from nestsp.config import DataConfig
-from nestsp.data.samples import OverLength, SampleTable, num_targets, open_samples
+from nestsp.data.samples import OverLength, SampleTable, Targets, open_samples
 from nestsp.data.store import TokenStore
 from nestsp.data.stream import DataState, SampleStream
 from nestsp.errors import DataError
@@ -43,7 +43,8 @@ def _of_lengths(lengths: list[int], max_length: int | None, over_length: OverLen
     column = np.array(lengths, dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(column)])
     tokens = np.repeat(np.arange(len(lengths), dtype=np.uint8), column)
-    store = TokenStore(Path("nowhere"), 256, "digest", (), tokens, offsets, column)
+    meta = {"vocab_size": 256, "digest": "digest", "skipped": []}
+    store = TokenStore(Path("nowhere"), meta, tokens, offsets, column)
     return SampleTable.of_store(store, max_length, over_length)
 
 
@@ -86,7 +87,7 @@ def test_a_long_document_is_split_and_no_token_is_lost(tmp_path: Path) -> None:
     assert samples.lengths.tolist() == [10, 4096, 904, 4096, 4096, 3]
     texts = _texts(samples)
     assert texts[1] + texts[2] == (LETTERS * 200)[:5000]
-    assert samples.read(2, 1, 3).tolist() == [ord(c) for c in (LETTERS * 200)[4097:4099]]
+    assert bytes(samples.read(2, 1, 3)) == (LETTERS * 200)[4097:4099].encode()
     counts = samples.counts
     assert (counts.num_over_length, counts.num_samples, counts.num_tokens, counts.num_lost_tokens) == (2, 6, 13205, 0)
     assert counts.describe() == "6 samples of 13,205 tokens from 4 documents; 2 documents over 4,096 tokens: split"
@@ -119,15 +120,16 @@ def test_a_corpus_of_one_token_samples_is_used_and_reported(tmp_path: Path) -> N
     """Row B13: they have no target, so steps change nothing, but nothing fails."""
     samples = open_samples(_config(tmp_path, [1, 1, 1]))
     assert samples.counts.num_without_target == 3
-    assert samples.counts.describe().endswith("3 samples of 1 token, without a target")
+    assert samples.counts.describe().endswith("3 samples without a target (the first is document 0)")
     batch, _ = SampleStream(samples.lengths, sequences_per_step=3).take(DataState())
-    assert num_targets(batch) == 0
+    assert samples.targets(batch) == Targets(0, 0.0)
 
 
 def test_targets_are_all_tokens_but_the_last_of_each_sequence() -> None:
     """Rows A1, B13: the denominator is known from lengths alone."""
-    assert num_targets(SequenceBatch.of_lengths([8, 512, 9, 300])) == 825
-    assert num_targets(SequenceBatch.of_lengths([1])) == 0
+    table = _of_lengths([8, 512, 9, 300, 1], None, "error")
+    assert table.targets(SequenceBatch((0, 1, 2, 3), (8, 512, 9, 300))) == Targets(825, 825.0)
+    assert table.targets(SequenceBatch((4,), (1,))) == Targets(0, 0.0)
 
 
 def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_another_limit_tokenises_nothing_again(tmp_path: Path) -> None:
         raise AssertionError("built again")
 
     second = open_samples(_config(tmp_path, [10, 50], 20, "split"), refuse)
-    assert second.store.key == first.store.key
+    assert second.stores[0].key == first.stores[0].key
 
 
 def test_identity_is_that_of_the_samples(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -15,24 +15,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestsp.data import store as store_module
-from nestsp.data.corpus import Corpus, Skipped, open_corpus
+from nestsp.config import DataSource
+from nestsp.data.rows import Source
+from nestsp.data.sources import open_source
 from nestsp.data.store import TokenStore, open_store
-from nestsp.data.tokenizer import ByteTokenizer, Tokens, open_tokenizer, token_dtype
+from nestsp.data.tokenizer import ByteTokenizer, MarkedTokens, Span, Tokens, open_tokenizer, token_dtype
 from nestsp.errors import DataError
 
 TEXTS = ["abc", "", "é", "x" * 1000]
 BYTES = open_tokenizer("bytes")
 
 
-def _corpus(folder: Path, texts: Sequence[str] = TEXTS) -> Corpus:
+def _corpus(folder: Path, texts: Sequence[str] = TEXTS) -> Source:
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return open_corpus(str(path))
+    return open_source(DataSource(source=str(path)))
 
 
 def _no_progress(done: int, total: int | None) -> None:
     raise AssertionError("built, although the store is there")
+
+
+def _read(store: TokenStore, document: int, start: int, stop: int) -> Tokens:
+    tokens = store.read(document, start, stop)
+    assert isinstance(tokens, np.ndarray)
+    return tokens
 
 
 def _documents(store: TokenStore) -> list[bytes]:
@@ -50,12 +57,12 @@ def test_a_store_holds_every_document_in_order(tmp_path: Path) -> None:
 
 def test_a_range_is_read_as_a_copy(tmp_path: Path) -> None:
     store = open_store(_corpus(tmp_path), BYTES, tmp_path / "cache")
-    tokens = store.read(0, 1, 3)
+    tokens = _read(store, 0, 1, 3)
     assert type(tokens) is np.ndarray
     assert tokens.tolist() == [0x62, 0x63]
     tokens[:] = 0
-    assert store.read(0, 0, 3).tolist() == [0x61, 0x62, 0x63]
-    assert store.read(0, 3, 3).size == 0
+    assert _read(store, 0, 0, 3).tolist() == [0x61, 0x62, 0x63]
+    assert _read(store, 0, 3, 3).size == 0
     for start, stop in [(0, 4), (-1, 2), (2, 1)]:  # never a neighbour's tokens
         with pytest.raises(AssertionError):
             store.read(0, start, stop)
@@ -65,7 +72,8 @@ def test_the_second_time_nothing_is_built(tmp_path: Path) -> None:
     corpus = _corpus(tmp_path)
     told: list[tuple[int, int | None]] = []
     first = open_store(corpus, BYTES, tmp_path / "cache", lambda done, total: told.append((done, total)))
-    assert told == [(4, None)]
+    num_bytes = (tmp_path / "corpus.jsonl").stat().st_size
+    assert told == [(num_bytes, num_bytes)]
     second = open_store(corpus, BYTES, tmp_path / "cache", _no_progress)
     assert (second.key, second.digest) == (first.key, first.digest)
     os.chmod(tmp_path / "cache", 0o500)  # a cache that others may only read
@@ -81,7 +89,10 @@ def test_progress_knows_the_number_of_a_folders_files(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"\xff")
     told: list[tuple[int, int | None]] = []
     store = open_store(
-        open_corpus(str(tmp_path)), BYTES, tmp_path / ".c", lambda done, total: told.append((done, total))
+        open_source(DataSource(source=str(tmp_path))),
+        BYTES,
+        tmp_path / ".c",
+        lambda done, total: told.append((done, total)),
     )
     assert told[-1] == (3, 3)
     assert store.skipped == (("not UTF-8", 1),)
@@ -124,13 +135,18 @@ class _Spelled:
         dtype = token_dtype(self.vocab_size)
         return [np.array([ord(character) + self.offset for character in text], dtype=dtype) for text in texts]
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, whole: bool
+    ) -> list[MarkedTokens]:
+        raise AssertionError("no text is marked")
+
 
 @pytest.mark.parametrize(("vocab_size", "name"), [(256, "uint8"), (65_536, "uint16"), (200_000, "uint32")])
 def test_tokens_take_the_smallest_integer_that_holds_the_vocabulary(tmp_path: Path, vocab_size: int, name: str) -> None:
     tokenizer = _Spelled(vocab_size, vocab_size - 128)
     store = open_store(_corpus(tmp_path, ["a~", "b"]), tokenizer, tmp_path / "cache")
     assert store.tokens.dtype.name == name
-    assert store.read(0, 0, 2).tolist() == [ord("a") + vocab_size - 128, ord("~") + vocab_size - 128]
+    assert _read(store, 0, 0, 2).tolist() == [ord("a") + vocab_size - 128, ord("~") + vocab_size - 128]
     plain = np.load(store.folder / "tokens.npy")  # the file is plain .npy
     assert plain.tolist() == store.tokens.tolist()
 
@@ -240,13 +256,13 @@ def test_a_corpus_without_a_token_is_refused(tmp_path: Path, texts: list[str]) -
 def test_a_folder_of_files_that_are_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="has 0 documents and no token, 1 skipped as not UTF-8"):
-        open_store(open_corpus(str(tmp_path)), BYTES, tmp_path / ".cache")
+        open_store(open_source(DataSource(source=str(tmp_path))), BYTES, tmp_path / ".cache")
 
 
 def test_a_malformed_line_makes_no_store(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2, has a number"):
-        open_store(open_corpus(str(tmp_path / "a.jsonl")), BYTES, tmp_path / "cache")
+        open_store(open_source(DataSource(source=str(tmp_path / "a.jsonl"))), BYTES, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
@@ -257,7 +273,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def _open_in_process(folder: Path, barrier: Barrier, built: multiprocessing.queues.Queue[tuple[bool, str]]) -> None:
-    corpus = open_corpus(str(folder / "corpus.jsonl"))
+    corpus = open_source(DataSource(source=str(folder / "corpus.jsonl")))
     told: list[int] = []
     barrier.wait(60)
     store = open_store(corpus, BYTES, folder / "cache", lambda done, _: told.append(done))
@@ -286,16 +302,3 @@ def test_a_store_is_sent_to_another_process_by_its_place_not_its_tokens(tmp_path
     sent = pickle.dumps(store)
     assert len(sent) < 1000
     assert _documents(pickle.loads(sent)) == _documents(store)
-
-
-def test_texts_are_tokenised_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_BATCH_TEXTS", 3)
-    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 10)
-
-    def items() -> Iterator[str | Skipped]:
-        yield from ("a", "b")
-        yield Skipped("x")
-        yield from ("c" * 50, "d", "e" * 9, "f")
-
-    batches = list(store_module._batches(items()))
-    assert batches == [["a", "b", Skipped("x")], ["c" * 50], ["d", "e" * 9], ["f"]]
