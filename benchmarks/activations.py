@@ -33,7 +33,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.local import weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Keep, Microbatch, Placement, Plan
 from nestsp.simulate import rank_tokens
@@ -88,7 +89,7 @@ class Cell:
     keep: Keep = "none"
     num_kept_layers: int = 0
     dtype: torch.dtype = torch.float32
-    rank_tokens: int = 1024
+    rank_tokens: int = 256
 
     def plan(self) -> Plan:
         """Groups of all levels at once, or each rank alone."""
