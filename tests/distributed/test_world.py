@@ -96,7 +96,7 @@ def test_every_kind_of_error_stays_what_it_is_on_its_way(pool: RankPool) -> None
     assert pool.run(raise_each_kind, ranks=2) == [[(name, "rank 1: no", True) for name in kinds]] * 2
 
 
-def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> object:
+def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> tuple[object, bool]:
     """Rank 1's work takes longer than a collective may."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     assert isinstance(control, dist.ProcessGroup)

@@ -306,7 +306,7 @@ def test_who_waits_tells_what_the_builder_has_written_of_its_progress(tmp_path: 
     key = open_store(source, BYTES, tmp_path / "elsewhere").key
     (tmp_path / "cache").mkdir()
     told: queue.Queue[tuple[int, int | None]] = queue.Queue()
-    with filelock.FileLock(tmp_path / "cache" / f"{key}.lock"), ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, filelock.FileLock(tmp_path / "cache" / f"{key}.lock"):
         (tmp_path / "cache" / f"{key}.progress").write_text("[7, 1")  # half written
         waiter = threads.submit(open_store, source, BYTES, tmp_path / "cache", lambda *state: told.put(state))
         time.sleep(0.7)
