@@ -24,6 +24,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "DataSource",
+    "LoraConfig",
     "MixturePart",
     "ModelConfig",
     "PlannerConfig",
@@ -247,10 +248,28 @@ class PlannerConfig(_Section):
         description="hard cap beside the memory limit: tokens that one rank holds in one microbatch, after splitting; "
         "a sequence of 4,096 on 4 ranks needs 1,024. null for the memory limit alone",
     )
+    attention: Literal["auto", "ulysses", "ring", "hybrid"] = Field(
+        "auto",
+        description="how groups attend: auto (for each group what the cost profile says is faster), ulysses, ring, or "
+        "hybrid (a ring of ulysses members; groups of a prime number of ranks are ulysses). Models with sliding "
+        "windows run as ulysses alone",
+    )
     streaming: bool = Field(
         True,
         description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
         "one after the other, for comparison. Results are the same",
+    )
+
+
+class LoraConfig(_Section):
+    """Low-rank adapters, trained instead of the model's own weights."""
+
+    rank: PositiveInt = Field(16, description="inner width of each adapter")
+    alpha: PositiveFloat = Field(32.0, description="adapters are scaled by alpha / rank")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="linear layers that get one, by the end of their names, such as [q_proj, v_proj]; null for "
+        "all but the head",
     )
 
 
@@ -309,6 +328,11 @@ class TrainConfig(_Section):
         description="first and last step whose attention is written turn by turn, by every rank, to <run>/trace; "
         "`nestsp trace` merges them with the estimate. null for none",
     )
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters (rank, alpha, targets) by PEFT, and leave the model's own weights as they "
+        "are; null to train all weights",
+    )
     mlp_slice_tokens: PositiveInt | None = Field(
         None,
         description="tokens that go through a feed-forward block at one time, each slice recomputed in the backward "
@@ -321,10 +345,26 @@ class TrainConfig(_Section):
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
+    keep_checkpoints: PositiveInt | None = Field(
+        None, description="newest checkpoints of the run that are kept; null for all"
+    )
+    save_in_background: bool = Field(
+        True,
+        description="write checkpoints while the next steps run; takes 12 bytes of host memory a parameter over all "
+        "ranks",
+    )
+    stall_s: PositiveFloat | None = Field(
+        300.0,
+        description="seconds without any move in a step after which the run says where each rank is, and ends; null "
+        "for never",
+    )
     eval_every: PositiveInt | None = Field(
         None, description="steps between evaluations on data.eval; null for one at the end only"
     )
     export: bool = Field(True, description="write the final weights in Hugging Face format")
+    tensorboard: bool = Field(False, description="write the figures of each step for TensorBoard, too")
+    wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
+    wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> TrainConfig:
@@ -408,6 +448,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"the config is {path}, but there is no such file; give the path of a run's YAML") from None
+    except IsADirectoryError:
+        raise ConfigError(f"the config is {path}, but that is a folder; give the path of a run's YAML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config {path} cannot be read: {error}") from None
     return parse_config(text, overrides, source=str(path))

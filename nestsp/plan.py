@@ -18,9 +18,12 @@ from nestsp.cluster import Group, GroupTree, share
 from nestsp.errors import ConfigError, DataError, InfeasibleError, PlanError
 from nestsp.units import format_count, plural
 
-__all__ = ["Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
+__all__ = ["AttentionKind", "Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
 
 Keep = Literal["none", "output"]
+AttentionKind = Literal["auto", "ulysses", "ring", "hybrid"]
+"""What a run may want of its groups; see `Placement.ring_degree`."""
+
 _FORMAT = 1
 
 
@@ -35,12 +38,15 @@ class Placement:
             alone, a divisor between them a hybrid.
         keep: What recomputation keeps of this group's attention: ``none`` (the exchange and the attention are run
             again) or ``output`` (output and log-sum-exp stay).
+        num_slices: In how many slices of heads a Ulysses group exchanges, so that it attends to one while the next is
+            on the wire.
     """
 
     group: Group
     sequences: tuple[int, ...]
     ring_degree: int = 1
     keep: Keep = "none"
+    num_slices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,11 @@ class Plan:
             )
         if placement.keep not in ("none", "output"):
             raise PlanError(f"{where} keeps {placement.keep!r}, but it must be 'none' or 'output'")
+        if placement.num_slices < 1 or (placement.num_slices > 1 and (group.degree == 1 or placement.ring_degree > 1)):
+            raise PlanError(
+                f"{where} has {placement.num_slices} slices at ring degree {placement.ring_degree}, but only a Ulysses "
+                "group of several ranks has more than 1; plan with 1"
+            )
         for position in placement.sequences:
             if not 0 <= position < len(placed):
                 raise PlanError(
@@ -222,6 +233,7 @@ class Plan:
                             "sequences": list(p.sequences),
                             "ring_degree": p.ring_degree,
                             "keep": p.keep,
+                            **({"num_slices": p.num_slices} if p.num_slices != 1 else {}),
                         }
                         for p in microbatch.placements
                     ],
@@ -252,6 +264,7 @@ class Plan:
                                 _whole_numbers(p["sequences"]),
                                 _whole(p["ring_degree"]),
                                 p["keep"],
+                                _whole(p.get("num_slices", 1)),
                             )
                             for p in _list(microbatch["placements"])
                         ),

@@ -121,13 +121,16 @@ def num_exchanges(placement: Placement, which: Pass) -> int:
 
     Ulysses needs one exchange in and one out. A ring passes keys and values on once for each further member. In the
     backward pass their gradients travel one pass behind them, so that every block is computed while another is on the
-    wire: one more pass where there are members between, and one that brings them home. A hybrid needs both. With
-    ``keep == "output"`` the recompute needs none: output and log-sum-exp are there, and the backward pass brings
-    queries, keys and values in its own first exchange.
+    wire: one more pass where there are members between, and one that brings them home. A hybrid needs both. Ulysses in
+    slices brings each slice while it works on the one before, and sends what that one gave along with the next but one:
+    so two more than there are slices. With ``keep == "output"`` the recompute needs none: output and log-sum-exp are
+    there, and the backward pass brings queries, keys and values in its own exchanges.
     """
-    degree, ring = placement.group.degree, placement.ring_degree
+    degree, ring, slices = placement.group.degree, placement.ring_degree, placement.num_slices
     if degree == 1 or (which is Pass.RECOMPUTE and placement.keep == "output"):
         return 0
+    if slices > 1:
+        return slices + 2
     around = ring - 1
     if which is Pass.BACKWARD and ring > 1:
         around += 2 if ring > 2 else 1

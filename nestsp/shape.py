@@ -9,7 +9,7 @@ causal attention by the half square that is needed, not the square.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from nestsp.cluster import share
 from nestsp.errors import ConfigError, ModelError, did_you_mean
 
-__all__ = ["FAMILIES", "PLANNED_FAMILIES", "HeadShare", "ModelShape", "head_shares", "read_config_json"]
+__all__ = ["FAMILIES", "PLANNED_FAMILIES", "HeadShare", "ModelShape", "head_shares", "head_slices", "read_config_json"]
 
 # Transformers' own defaults (5.24) of the keys read here; what a config.json leaves out has these values.
 _LLAMA: dict[str, Any] = {
@@ -514,6 +514,31 @@ def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> tuple[HeadSha
         kv = range(query[0] // per_kv, query[-1] // per_kv + 1) if query else range(0)
         result.append(HeadShare(query, kv, tuple(head // per_kv - kv.start for head in query)))
     return tuple(result)
+
+
+def head_slices(shares: Sequence[HeadShare], num_slices: int) -> tuple[tuple[HeadShare, ...], ...]:
+    """Cut each member's query heads in slices, as evenly as whole heads allow; some may be empty.
+
+    Returns:
+        For each slice, what each member works for in it; key/value heads that several slices need are in all of these.
+
+    >>> [[list(s.query) for s in members] for members in head_slices(head_shares(6, 3, 2), 2)]
+    [[[0], [3]], [[1, 2], [4, 5]]]
+    >>> [[list(s.kv) for s in members] for members in head_slices(head_shares(6, 3, 2), 2)]
+    [[[0], [1]], [[0, 1], [2]]]
+    """
+    return tuple(
+        tuple(_slice(of, share(len(of.query), num_slices, number)) for of in shares) for number in range(num_slices)
+    )
+
+
+def _slice(of: HeadShare, heads: range) -> HeadShare:
+    seen = of.kv_of_query[heads.start : heads.stop]
+    if not seen:
+        return HeadShare(range(0), range(0), ())
+    kv = range(of.kv.start + seen[0], of.kv.start + seen[-1] + 1)
+    query = range(of.query.start + heads.start, of.query.start + heads.stop)
+    return HeadShare(query, kv, tuple(head - seen[0] for head in seen))
 
 
 def read_config_json(path: Path) -> dict[str, Any]:

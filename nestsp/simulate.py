@@ -5,7 +5,9 @@ of each link class.
 - An exchange starts when the last member has issued it and the links of all members are free; each link class is one
   queue, in the order of issue, shared with the parameter gathers and gradient reductions.
 - A layer's parameters are gathered while the layer before it runs, in the forward pass and again in the backward pass;
-  its gradients are reduced while the next one runs, and only one reduction is in flight (as FSDP2 does).
+  its gradients are reduced while the next one runs, and only one reduction is in flight (as FSDP2 does). The gather is
+  issued where that layer begins; but if exchanges take the same links it follows the groups' first ones, which would
+  otherwise wait for the slowest of all ranks.
 
 All ranks of a level take a turn in one array operation. Layers are identical, so a pass is walked only until one layer
 moves all clocks by one and the same time; from there on every further layer does the same, since clocks meet in maxima
@@ -39,7 +41,7 @@ from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.cost.work import Rates, Work, sequence_work
 from nestsp.plan import Keep, Placement, Plan
-from nestsp.schedule import Pass, Schedule, num_exchanges, turn_name
+from nestsp.schedule import Pass, Schedule, Turn, num_exchanges, turn_name
 from nestsp.shape import ModelShape
 
 __all__ = [
@@ -56,8 +58,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# What a turn costs depends on: level, ring degree, keep.
-Chain = tuple[int, int, Keep]
+# What a turn costs depends on: level, ring degree, slices, keep.
+Chain = tuple[int, int, int, Keep]
 Track = Literal["computation", "host links", "network"]
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
@@ -100,6 +102,8 @@ class Timeline:
         computing_s: float64 [ranks], its computation stream is busy.
         exchanging_s: float64 [ranks], it idles, every member has issued what it waits for, and the links are at it.
         waiting_s: float64 [ranks], it idles because a peer is late.
+        layers_s: float64 [microbatches, ranks], what each rank's own layers take: computation, and the exchanges that
+            nothing hides. Head, gathers and late peers are left out: so it tells who has too much.
         peak_bytes: float64 [ranks], the most memory in any microbatch.
         events: What happened, if it was recorded.
     """
@@ -110,6 +114,7 @@ class Timeline:
     computing_s: Floats
     exchanging_s: Floats
     waiting_s: Floats
+    layers_s: Floats
     peak_bytes: Floats
     events: tuple[Event, ...] = ()
 
@@ -136,6 +141,7 @@ class _Move:
         after_s: The same after it.
         exchange_s: float64 [groups], length of the exchange that it issues, or None.
         network: The exchange crosses hosts.
+        opens: It is the groups' first turn of several.
     """
 
     name: str
@@ -147,6 +153,12 @@ class _Move:
     after_s: Floats | None
     exchange_s: Floats | None
     network: bool
+    opens: bool
+
+    @property
+    def does_something(self) -> bool:
+        """Not so where an output was kept: its group is not there in the recompute."""
+        return self.waits or self.exchange_s is not None or bool(self.before_s.any())
 
 
 @dataclass(slots=True)
@@ -157,6 +169,7 @@ class _Clocks:
     links_s: tuple[Floats, Floats]
     exposed_s: Floats
     computed_s: Floats
+    own_s: Floats
     in_flight: dict[Chain, tuple[Floats, Floats]] = field(default_factory=dict)
     gather_s: tuple[float, float] = (0.0, 0.0)
     reduce_s: tuple[float, float] = (0.0, 0.0)
@@ -168,6 +181,7 @@ class _Clocks:
         start = self.now_s
         self.now_s = start + seconds
         self.computed_s += seconds
+        self.own_s += seconds
         if self.events is not None:
             self._record(name, "computation", np.arange(len(start)), start, self.now_s)
 
@@ -194,11 +208,14 @@ class _Clocks:
         now = self.now_s[ranks]
         if move.waits:
             ready, end = self.in_flight[move.chain]
-            self.exposed_s[ranks] += np.maximum(0.0, end[:, None] - np.maximum(now, ready[:, None]))
+            exposed = np.maximum(0.0, end[:, None] - np.maximum(now, ready[:, None]))
+            self.exposed_s[ranks] += exposed
+            self.own_s[ranks] += exposed
             now = np.maximum(now, end[:, None])
         start = now
         now = now + move.before_s
         self.computed_s[ranks] += move.before_s
+        self.own_s[ranks] += move.before_s
         if self.events is not None:
             self._record(move.name, "computation", ranks, start, now, move.level)
         if move.exchange_s is not None:
@@ -216,6 +233,7 @@ class _Clocks:
             start = now
             now = now + move.after_s
             self.computed_s[ranks] += move.after_s
+            self.own_s[ranks] += move.after_s
             if self.events is not None:
                 self._record(move.name, "computation", ranks, start, now, move.level)
         self.now_s[ranks] = now
@@ -256,14 +274,18 @@ def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Ti
     """
     assert schedule.plan.tree == cost.tree
     num_ranks = cost.tree.num_ranks
-    zeros = np.zeros(num_ranks)
-    clocks = _Clocks(zeros, (zeros.copy(), zeros.copy()), zeros.copy(), zeros.copy(), events=[] if record else None)
+    now, host, network, exposed, computed, own = np.zeros((6, num_ranks))
+    clocks = _Clocks(now, (host, network), exposed, computed, own, events=[] if record else None)
     microbatch_s: list[float] = []
-    for number in range(len(schedule.plan.microbatches)):
+    layers_s = np.zeros((len(schedule.plan.microbatches), num_ranks))
+    tokens = [rank_tokens(schedule.plan, number, cost) for number in range(len(layers_s))]
+    for number in range(len(layers_s)):
         clocks.microbatch = number
         started = float(clocks.now_s.max())
-        _walk_microbatch(schedule, number, cost, clocks)
+        clocks.own_s = layers_s[number]
+        _walk_microbatch(schedule, number, tokens[number], cost, clocks)
         microbatch_s.append(float(clocks.now_s.max()) - started)
+    clocks.own_s = own
     clocks.wait(clocks.collective(cost.comm.ring_latency_s, cost.comm.crosses_hosts, "gradient norm"))
     clocks.compute(np.full(num_ranks, cost.update_s), "update")
     makespan = float(clocks.now_s.max())
@@ -275,54 +297,68 @@ def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Ti
         computing_s=clocks.computed_s,
         exchanging_s=clocks.exposed_s,
         waiting_s=waiting,
-        peak_bytes=plan_peak_bytes(schedule.plan, cost),
+        layers_s=layers_s,
+        peak_bytes=_peak_bytes(schedule.plan, tokens, cost),
         events=tuple(clocks.events or ()),
     )
 
 
 def plan_peak_bytes(plan: Plan, cost: CostModel) -> Floats:
     """The most memory that each rank needs in any microbatch, bytes."""
+    return _peak_bytes(plan, [rank_tokens(plan, number, cost) for number in range(len(plan.microbatches))], cost)
+
+
+def _peak_bytes(plan: Plan, tokens: Sequence[RankTokens], cost: CostModel) -> Floats:
     peak = np.zeros(plan.tree.num_ranks)
-    for number, microbatch in enumerate(plan.microbatches):
-        tokens = rank_tokens(plan, number, cost)
-        peak = np.maximum(peak, cost.memory.peak_bytes(tokens, microbatch.num_kept_layers))
+    for microbatch, held in zip(plan.microbatches, tokens, strict=True):
+        peak = np.maximum(peak, cost.memory.peak_bytes(held, microbatch.num_kept_layers))
     return peak
 
 
-def _walk_microbatch(schedule: Schedule, number: int, cost: CostModel, clocks: _Clocks) -> None:
+def _walk_microbatch(schedule: Schedule, number: int, held: RankTokens, cost: CostModel, clocks: _Clocks) -> None:
     microbatch = schedule.plan.microbatches[number]
     num_layers, num_kept = cost.shape.num_layers, microbatch.num_kept_layers
     network = cost.comm.crosses_hosts
     # A rank without tokens runs one filler token.
-    tokens = np.maximum(1.0, rank_tokens(schedule.plan, number, cost).local)
+    tokens = np.maximum(1.0, held.local)
     before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
     sizes = _LevelSizes.of(schedule.plan, number, cost)
     moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
+    first = {which: tuple(move for move in moves[which] if move.opens) for which in Pass}
+    others = {which: tuple(move for move in moves[which] if not move.opens) for which in Pass}
+    yields = any(move.network == network for move in first[Pass.FORWARD])
 
     def prefetch(name: str) -> None:
         clocks.gather_s = clocks.collective(cost.layer_gather_s, network, name)
 
+    def attention(which: Pass, gather: str = "") -> None:
+        for move in first[which]:
+            clocks.move(move)
+        if gather:
+            prefetch(gather)
+        for move in others[which]:
+            clocks.move(move)
+
     def forward(layer: int) -> None:
         clocks.wait(clocks.gather_s)
-        if layer + 1 < num_layers:
-            prefetch("gather the next layer")
+        gather = "gather the next layer" if layer + 1 < num_layers else ""
+        if gather and not yields:
+            prefetch(gather)
         clocks.compute(before_s, "projections")
-        for move in moves[Pass.FORWARD]:
-            clocks.move(move)
+        attention(Pass.FORWARD, gather if yields else "")
         clocks.compute(after_s, "feed-forward")
 
     def backward(layer: int) -> None:
         clocks.wait(clocks.gather_s)
-        if layer > 0:
-            prefetch("gather the next layer, backward")
+        gather = "gather the next layer, backward" if layer > 0 else ""
+        if gather and not yields:
+            prefetch(gather)
         if layer < num_layers - num_kept:
             clocks.compute(before_s, "projections, again")
-            for move in moves[Pass.RECOMPUTE]:
-                clocks.move(move)
+            attention(Pass.RECOMPUTE)
             clocks.compute(after_s, "feed-forward, again")
         clocks.compute(2 * after_s, "feed-forward, backward")
-        for move in moves[Pass.BACKWARD]:
-            clocks.move(move)
+        attention(Pass.BACKWARD, gather if yields else "")
         clocks.compute(2 * before_s, "projections, backward")
         clocks.wait(clocks.reduce_s)
         clocks.reduce_s = clocks.collective(cost.layer_reduce_s, network, "reduce the layer's gradients")
@@ -335,6 +371,7 @@ def _walk_microbatch(schedule: Schedule, number: int, cost: CostModel, clocks: _
     clocks.layer = -1
     prefetch("gather the last layer, backward")
     clocks.compute(cost.head_s * tokens, "head and loss")
+    clocks.own_s -= cost.head_s * tokens
     last = num_layers - num_kept
     _repeat(clocks, backward, range(num_layers - 1, last - 1, -1))
     _repeat(clocks, backward, range(last - 1, -1, -1))
@@ -350,7 +387,7 @@ def _repeat(clocks: _Clocks, walk: Callable[[int], None], layers: range) -> None
     position = 0
     while position < len(layers):
         clocks.layer = layers[position]
-        state, exposed, computed = clocks.state(), clocks.exposed_s.copy(), clocks.computed_s.copy()
+        state, sums = clocks.state(), np.array([clocks.exposed_s, clocks.computed_s, clocks.own_s])
         walk(layers[position])
         position += 1
         remaining = len(layers) - 1 - position
@@ -359,8 +396,8 @@ def _repeat(clocks: _Clocks, walk: Callable[[int], None], layers: range) -> None
         moved = clocks.state() - state
         if moved.max() - moved.min() <= _SAME * moved.max():
             clocks.shift(moved * remaining)
-            clocks.exposed_s += (clocks.exposed_s - exposed) * remaining
-            clocks.computed_s += (clocks.computed_s - computed) * remaining
+            for total, before in zip((clocks.exposed_s, clocks.computed_s, clocks.own_s), sums, strict=True):
+                total += (total - before) * remaining
             position += remaining
 
 
@@ -390,9 +427,9 @@ class _LevelSizes:
 
 def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
     """What each rank holds in a microbatch."""
-    tree, shape = plan.tree, cost.shape
-    local, exchanged, kept = (np.zeros(tree.num_ranks) for _ in range(3))
-    alike: dict[Chain, tuple[list[int], list[int]]] = {}
+    tree = plan.tree
+    local, kept, operands, in_flight = (np.zeros(tree.num_ranks) for _ in range(4))
+    alike: dict[tuple[int, int, Keep], tuple[list[int], list[int]]] = {}
     for placement in plan.microbatches[number].placements:
         group = placement.group
         firsts, totals = alike.setdefault((group.level, placement.ring_degree, placement.keep), ([], []))
@@ -406,30 +443,27 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
         local[ranks] += shares
         if keep == "output":
             kept[ranks] += shares
-        inner = degree // ring_degree
-        if inner > 1:
-            query = member_widths(shape, Payload(1, 0), inner) / shape.query_width
-            keys = member_widths(shape, Payload(0, 1), inner) / shape.kv_width
-            exchanged[ranks] += np.tile(np.maximum(query, keys), ring_degree) * tokens / ring_degree
-    return RankTokens(local, exchanged, kept)
+        operands[ranks] += cost.memory.operand_bytes(tokens, degree, ring_degree, kept=keep == "output")
+        in_flight[ranks] += cost.memory.in_flight_bytes(tokens, degree, ring_degree, kept=keep == "output")
+    return RankTokens(local, kept, operands, in_flight)
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
-    """The turns of one layer and pass with their costs; groups that differ in ring or keep are apart."""
+    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart."""
     turns_of: dict[Chain, _Turns] = {}
     moves = []
     for step in schedule.steps(number, which):
         level, degree = step.turn.level, cost.tree.degree(step.turn.level)
         alike: dict[Chain, list[int]] = {}
         for placement in step.placements:
-            chain: Chain = (level, placement.ring_degree, placement.keep)
+            chain: Chain = (level, placement.ring_degree, placement.num_slices, placement.keep)
             alike.setdefault(chain, []).append(placement.group.first_rank // degree)
             if chain not in turns_of:
                 turns_of[chain] = _Turns.of(placement, which, cost)
         for chain, indices in alike.items():
             groups = np.array(indices, dtype=np.int64)
-            moves.append(turns_of[chain].move(step.turn.number, chain, groups, sizes))
-    return tuple(moves)
+            moves.append(turns_of[chain].move(step.turn, chain, groups, sizes))
+    return tuple(move for move in moves if move.does_something)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,14 +472,15 @@ class _Turns:
 
     Attributes:
         exchanges: The communications, in order.
-        heads: float64 [degree], query heads of each member.
-        widths: float64 [degree], of the two all-to-alls: bytes per token that each member works for.
+        heads: float64 [degree], query heads of each member, in one slice.
+        payloads: What the all-to-alls in and out carry.
     """
 
     which: Pass
     cost: CostModel
     degree: int
     ring_degree: int
+    num_slices: int
     keep: Keep
     exchanges: tuple[LinkTime, ...]
     heads: Floats
@@ -454,29 +489,33 @@ class _Turns:
     @classmethod
     def of(cls, placement: Placement, which: Pass, cost: CostModel) -> _Turns:
         group, ring, kept = placement.group, placement.ring_degree, placement.keep == "output"
+        slices = placement.num_slices
         if which is Pass.BACKWARD:
-            exchanges = cost.comm.backward(group.level, ring, kept=kept)
+            exchanges = cost.comm.backward(group.level, ring, slices, kept=kept)
             payloads = (BACKWARD_IN_KEPT if kept else BACKWARD_IN, BACKWARD_OUT)
         else:
-            exchanges = cost.comm.forward(group.level, ring) if num_exchanges(placement, which) else ()
+            exchanges = cost.comm.forward(group.level, ring, slices) if num_exchanges(placement, which) else ()
             payloads = (FORWARD_IN, FORWARD_OUT)
         assert len(exchanges) == num_exchanges(placement, which)
-        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads
-        return cls(which, cost, group.degree, ring, placement.keep, exchanges, heads, payloads)
+        heads = cost.head_fractions(group.level, ring) * cost.shape.num_heads / slices
+        return cls(which, cost, group.degree, ring, slices, placement.keep, exchanges, heads, payloads)
 
-    def move(self, number: int, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
+    def move(self, turn: Turn, chain: Chain, groups: Ints, sizes: _LevelSizes) -> _Move:
         """One turn of some groups.
 
         A ring's turns each see one block of keys: they pass it on, then compute with it. Backward, the turn of the last
         block passes on the gradients of the one before, if there is one between. An all-to-all is packed before it is
-        issued, and unpacked in the turn that waited for it.
+        issued, and unpacked in the turn that waited for it. A slice is attended to while the next is on the wire.
         """
-        level, last = chain[0], len(self.exchanges)
+        number, level, last = turn.number, turn.level, len(self.exchanges)
         inner = self.degree // self.ring_degree
         around = range(1, last) if inner > 1 else range(last + 1)  # the turns that compute, or pass on, around the ring
         tokens = sizes.tokens[level][groups]
         before, after = np.zeros((len(groups), self.degree)), None
-        if number in around:
+        if self.num_slices > 1 and last:
+            before = self._packed_s(tokens, number) + self._unpacked_s(tokens, number - 1)
+            after = self._attention_s(level, groups, sizes) if 1 <= number <= self.num_slices else None
+        elif number in around:
             attention = self._attention_s(level, groups, sizes)
             if self.ring_degree == 1:
                 before = attention
@@ -485,15 +524,11 @@ class _Turns:
                 is_last = number - around.start == self.ring_degree - 1
                 passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
-        if last and inner > 1:
-            if number == 0:
-                before = before + self._copy_s(tokens, self.payloads[0], at_heads=False)
-            elif number == 1:
-                before = before + self._copy_s(tokens, self.payloads[0], at_heads=True)
-            if number == last - 1:
-                before = before + self._copy_s(tokens, self.payloads[1], at_heads=True)
-            elif number == last:
-                before = before + self._copy_s(tokens, self.payloads[1], at_heads=False)
+        if last and inner > 1 and self.num_slices == 1:
+            if number < 2:
+                before = before + self._copy_s(tokens, self.payloads[0], at_heads=number == 1)
+            if number >= last - 1:
+                before = before + self._copy_s(tokens, self.payloads[1], at_heads=number == last - 1)
         exchange = self.exchanges[number] if number < last else None
         return _Move(
             name=turn_name(self.degree, self.which, number),
@@ -505,6 +540,24 @@ class _Turns:
             after_s=after,
             exchange_s=None if exchange is None else exchange.latency_s + exchange.s_per_token * tokens,
             network=exchange is not None and exchange.network,
+            opens=turn.opens,
+        )
+
+    def _packed_s(self, tokens: Floats, number: int) -> Floats:
+        """What it takes to pack one exchange of slices: one slice that is brought, one that goes home."""
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=False) + self._copy_s(tokens, leaving, at_heads=True)
+
+    def _unpacked_s(self, tokens: Floats, number: int) -> Floats:
+        coming, leaving = self._of_slices(number)
+        return self._copy_s(tokens, coming, at_heads=True) + self._copy_s(tokens, leaving, at_heads=False)
+
+    def _of_slices(self, number: int) -> tuple[Payload, Payload]:
+        coming, leaving = self.payloads
+        last = self.num_slices - 1
+        return (
+            coming.slice(number, self.num_slices, kv_with=0),
+            leaving.slice(number - 2, self.num_slices, kv_with=last),
         )
 
     def _attention_s(self, level: int, groups: Ints, sizes: _LevelSizes) -> Floats:
@@ -517,16 +570,21 @@ class _Turns:
         return seconds
 
     def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
-        shape, compute = self.cost.shape, self.cost.compute
-        if at_heads:
-            inner = self.degree // self.ring_degree
-            per_token = np.tile(member_widths(shape, payload, inner), self.ring_degree) / self.ring_degree
-        else:
-            width = payload.query * shape.query_width + payload.kv * shape.kv_width
-            per_token = np.full(self.degree, width / self.degree)
-        num_bytes = tokens[:, None] * per_token * self.cost.comm.element_bytes
-        seconds: Floats = compute.profile.launch_s + num_bytes * compute.copy_s
+        """Seconds of packing or unpacking one all-to-all; none if it carries nothing."""
+        if payload.query == payload.kv == 0:
+            return np.zeros((len(tokens), self.degree))
+        at_tokens_s, at_heads_s = _copies_s(payload, self.degree, self.ring_degree, self.cost)
+        per_token_s = at_heads_s if at_heads else np.full(self.degree, at_tokens_s)
+        seconds: Floats = self.cost.profile.launch_s + tokens[:, None] * per_token_s
         return seconds
+
+
+def _copies_s(payload: Payload, degree: int, ring_degree: int, cost: CostModel) -> tuple[float, Floats]:
+    """Seconds per token of the group's stream of packing or unpacking an all-to-all, at the tokens and at the heads."""
+    shape, s_per_element = cost.shape, cost.comm.element_bytes * cost.compute.copy_s
+    at_tokens = (payload.query * shape.query_width + payload.kv * shape.kv_width) / degree
+    at_heads = np.tile(member_widths(shape, payload, degree // ring_degree), ring_degree) / ring_degree
+    return at_tokens * s_per_element, at_heads * s_per_element
 
 
 def plan_work(plan: Plan, shape: ModelShape) -> tuple[tuple[Work, ...], ...]:

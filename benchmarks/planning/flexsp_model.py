@@ -20,7 +20,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
-from nestsp.planners.ground import Ground, Prices
+from nestsp.planners.ground import Ground, Prices, Verdict
 
 __all__ = ["GPT_7B", "GPT_13B", "GPT_30B", "FlexSPModel", "communication_free_bound_s", "flexsp_ground"]
 
@@ -183,6 +183,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         least_part=1.0,
         guesses=(prices,),
         floor=prices,
+        head_s=0.0,
         gathers_s=0.0,
         layer_s=0.0,
         layer_bytes=0.0,
@@ -191,7 +192,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         num_crossing=sum(degree > 8 for degree in degrees),
         check=lambda batch: _check(model, batch),
         finish=lambda plan: dataclasses.replace(plan),
-        evaluate=lambda plan: batch_time_s(model, plan),
+        evaluate=lambda plan: Verdict(batch_time_s(model, plan), sum(rank_times_s(model, plan))),
     )
 
 

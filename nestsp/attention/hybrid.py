@@ -6,8 +6,9 @@ A group of u × r ranks is a ring of r members, each of which is u adjacent rank
 2. pass keys and values round the ring, attending to each block, and merge the sinks of this rank's heads, if any;
 3. inside each member, exchange back.
 
-Ulysses alone is r = 1, a ring alone is u = 1, one rank has neither; what is not there yields nothing. All
-communications are collectives of the group itself, so no kind needs process groups beyond those of the tree.
+Ulysses alone is r = 1, in one piece or in slices of heads (`nestsp.attention.slices`), a ring alone is u = 1, one rank
+has neither; what is not there yields nothing. All communications are collectives of the group itself, so no kind needs
+process groups beyond those of the tree.
 
 Source: hybrid of Ulysses and ring, USP (Fang & Zhao, arXiv:2405.07719). Ours differs in that heads need divide by
 nothing, in the one communicator, and in the order of ranks: the exchange of heads, which moves more, is between
@@ -23,7 +24,8 @@ from torch import Tensor
 from nestsp.attention.local import Kernel
 from nestsp.attention.merge import merge_sinks, sink_gradients, wide
 from nestsp.attention.ring import around_backward, around_forward
-from nestsp.attention.ulysses import heads_to_tokens, tokens_to_heads
+from nestsp.attention.slices import sliced_backward, sliced_forward
+from nestsp.attention.ulysses import cut, heads_to_tokens, tokens_to_heads
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
 from nestsp.comm.exchange import Exchange
 
@@ -54,10 +56,13 @@ def forward_phases(
     """
     if kept is not None:  # no communication and no kernel: backward starts from the token layout
         return Attended(kept.out, Saved(q, k, v, kept.out, kept.lse))
+    if work.slices:
+        out, at_heads = yield from sliced_forward(work, kernel, scale, q, k, v, sinks)
+        return Attended(out, Saved(q, k, v, out, at_heads.lse) if work.keep == "output" else at_heads)
     q_heads, k_heads, v_heads = yield from tokens_to_heads(work, (q,), (k, v))
     out_heads, lse = yield from around_forward(work, kernel, scale, q_heads, k_heads, v_heads)
     if sinks is not None:
-        out_heads, lse = merge_sinks(out_heads, lse, sinks[_cut(work.mine.query)])
+        out_heads, lse = merge_sinks(out_heads, lse, sinks[cut(work.mine.query)])
     (out,) = yield from heads_to_tokens(work, (out_heads,), (), k.shape[1])
     if work.keep == "output":
         return Attended(out, Saved(q, k, v, out, lse))
@@ -88,6 +93,8 @@ def backward_phases(
         dq [num_rows, N, H], dk and dv [num_rows, K, H], and with sinks this rank's part of their gradient [N]: of its
         heads, over the tokens that it worked for.
     """
+    if work.slices:
+        return (yield from sliced_backward(work, kernel, scale, num_kv_heads, saved, dout, sinks))
     q, k, v, out, lse = saved
     if work.keep == "output":  # all of it is where the tokens are, and comes to the heads now
         q, out, dout, k, v = yield from tokens_to_heads(work, (q, out, dout), (k, v))
@@ -95,13 +102,9 @@ def backward_phases(
         (dout,) = yield from tokens_to_heads(work, (dout,), ())
     dsinks = None
     if sinks is not None:
-        mine = _cut(work.mine.query)
+        mine = cut(work.mine.query)
         dsinks = wide(sinks.new_zeros(sinks.shape))
         dsinks[mine] = sink_gradients(dout, out, lse, sinks[mine])
     dq, dk, dv = yield from around_backward(work, kernel, scale, dout, q, k, v, out, lse)
     dq, dk, dv = yield from heads_to_tokens(work, (dq,), (dk, dv), num_kv_heads)
     return dq, dk, dv, dsinks
-
-
-def _cut(heads: range) -> slice:
-    return slice(heads.start, heads.stop)

@@ -19,6 +19,7 @@ from torch import Tensor
 from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
 from nestsp.attention.merge import wide
+from nestsp.attention.place import Place
 from nestsp.attention.work import Attended, GroupWork, Kept, Saved
 from nestsp.comm.exchange import Exchange
 from nestsp.schedule import Pass, Turn
@@ -71,6 +72,7 @@ class AttentionContext:
         recomputed_layers: Layers that are recomputed in backward.
         stash: What layers keep for their recompute; by layer, then level.
         timer: Times every turn.
+        place: Is told of every turn.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class AttentionContext:
         kernel: Kernel,
         recomputed_layers: frozenset[int],
         timer: Timer | None = None,
+        place: Place | None = None,
     ) -> None:
         self.groups = groups
         self.turns = turns
         self.kernel = kernel
         self.recomputed_layers = recomputed_layers
         self.timer = timer or Untimed()
+        self.place = place or Place()
         self.stash: dict[int, dict[int, Kept]] = {}
 
 
@@ -242,7 +246,8 @@ class _Run(Generic[Result]):
         which: Pass,
         begin: Callable[[int], Generator[Exchange, None, Result]],
     ) -> None:
-        self.turns, self.timer = context.turns[which], context.timer
+        self.turns, self.timer, self.at = context.turns[which], context.timer, context.place
+        self.at.layer, self.at.which, self.at.turn = layer, which, None
         self.layer, self.which, self.begin = layer, which, begin
         self.place = 0
         self.running: dict[int, Generator[Exchange, None, Result]] = {}
@@ -263,6 +268,7 @@ class _Run(Generic[Result]):
 
     def _take(self, turn: Turn) -> None:
         self.place += 1
+        self.at.turn = turn
         began = arrived = self.timer.now()
         if turn.number == 0:
             self.running[turn.level] = self.begin(turn.level)

@@ -16,18 +16,27 @@ values, and in that its backward is called explicitly.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nestsp.attention.merge import wide
 from nestsp.attention.work import GroupWork
-from nestsp.comm.exchange import Exchange, start_exchange
+from nestsp.comm.exchange import Exchange, Shape, start_exchange
+from nestsp.shape import HeadShare
 
-__all__ = ["heads_to_tokens", "tokens_to_heads"]
-
-T = TypeVar("T")
+__all__ = [
+    "Cargo",
+    "cut",
+    "from_heads",
+    "heads_to_tokens",
+    "received",
+    "start",
+    "sum_heads",
+    "to_heads",
+    "tokens_to_heads",
+]
 
 
 def tokens_to_heads(
@@ -45,20 +54,9 @@ def tokens_to_heads(
     """
     if len(work.heads) == 1:
         return [*queries, *keys]
-    assert work.link is not None
-    size, mine = queries[0].shape[2], work.mine
-    arriving = start_exchange(
-        work.link,
-        _inside(
-            work, [[*(x[:, _cut(h.query)] for x in queries), *(x[:, _cut(h.kv)] for x in keys)] for h in work.heads]
-        ),
-        _inside(
-            work,
-            [[(t, len(mine.query), size)] * len(queries) + [(t, len(mine.kv), size)] * len(keys) for t in work.sizes],
-        ),
-    )
+    arriving = start(work, to_heads(work, work.heads, queries, keys))
     yield arriving
-    return [torch.cat(parts) for parts in zip(*_of_inside(work, arriving.finish()), strict=True)]
+    return [torch.cat(parts) for parts in zip(*received(work, arriving), strict=True)]
 
 
 def heads_to_tokens(
@@ -77,42 +75,66 @@ def heads_to_tokens(
     """
     if len(work.heads) == 1:
         return [*queries, *keys]
-    assert work.link is not None
-    size = queries[0].shape[2]
-    leaving = start_exchange(
-        work.link,
-        _inside(work, list(zip(*(x.split(work.sizes) for x in (*queries, *keys)), strict=True))),
-        _inside(
-            work,
-            [
-                [(work.num_rows, len(h.query), size)] * len(queries) + [(work.num_rows, len(h.kv), size)] * len(keys)
-                for h in work.heads
-            ],
-        ),
-    )
+    leaving = start(work, from_heads(work, work.heads, queries, keys))
     yield leaving
-    tensors = list(zip(*_of_inside(work, leaving.finish()), strict=True))
+    tensors = list(zip(*received(work, leaving), strict=True))
     home = [torch.cat(parts, 1) for parts in tensors[: len(queries)]]
-    return home + [_sum_heads(work, parts, num_kv_heads) for parts in tensors[len(queries) :]]
+    return home + [sum_heads(work, parts, num_kv_heads) for parts in tensors[len(queries) :]]
 
 
-def _inside(work: GroupWork, parts: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-    """What is meant for the ranks inside, with nothing for all others of the group."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Cargo:
+    """What one communication carries among the ranks inside.
+
+    Attributes:
+        parts: For each of them, the tensors for it.
+        shapes: For each of them, the shapes of what it sends here.
+    """
+
+    parts: Sequence[Sequence[Tensor]]
+    shapes: Sequence[Sequence[Shape]]
+
+
+def to_heads(work: GroupWork, heads: Sequence[HeadShare], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Cargo:
+    """From the ranks that hold tokens to those that work for heads; see `tokens_to_heads`."""
+    size, mine = queries[0].shape[2], heads[work.place]
+    return Cargo(
+        [[*(x[:, cut(h.query)] for x in queries), *(x[:, cut(h.kv)] for x in keys)] for h in heads],
+        [[(t, len(mine.query), size)] * len(queries) + [(t, len(mine.kv), size)] * len(keys) for t in work.sizes],
+    )
+
+
+def from_heads(work: GroupWork, heads: Sequence[HeadShare], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Cargo:
+    """From the ranks that work for heads to those that hold their tokens; see `heads_to_tokens`."""
+    size, rows = queries[0].shape[2], work.num_rows
+    return Cargo(
+        [list(parts) for parts in zip(*(x.split(work.sizes) for x in (*queries, *keys)), strict=True)],
+        [[(rows, len(h.query), size)] * len(queries) + [(rows, len(h.kv), size)] * len(keys) for h in heads],
+    )
+
+
+def start(work: GroupWork, *cargos: Cargo) -> Exchange:
+    """Send all of it in one communication, and begin to receive."""
     assert work.link is not None
+    ranks = range(work.link.degree)
+    inside = [rank - (work.member - work.place) for rank in ranks]  # nothing is for the others of the group
+    parts = [[x for c in cargos for x in c.parts[i]] if 0 <= i < len(work.heads) else [] for i in inside]
+    shapes = [[x for c in cargos for x in c.shapes[i]] if 0 <= i < len(work.heads) else [] for i in inside]
+    return start_exchange(work.link, parts, shapes)
+
+
+def received(work: GroupWork, exchange: Exchange) -> list[list[Tensor]]:
+    """For each rank inside, the tensors that it sent."""
     first = work.member - work.place
-    return [*[()] * first, *parts, *[()] * (work.link.degree - first - len(parts))]
+    return exchange.finish()[first : first + len(work.heads)]
 
 
-def _of_inside(work: GroupWork, parts: list[list[Tensor]]) -> list[list[Tensor]]:
-    first = work.member - work.place
-    return parts[first : first + len(work.heads)]
-
-
-def _cut(heads: range) -> slice:
+def cut(heads: range) -> slice:
+    """Some heads, as an index."""
     return slice(heads.start, heads.stop)
 
 
-def _sum_heads(work: GroupWork, parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
+def sum_heads(work: GroupWork, parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
     """Key or value gradients of all heads; a head that several ranks worked for is summed in a wide type."""
     counts = [0] * num_kv_heads
     for heads in work.heads:
@@ -123,5 +145,5 @@ def _sum_heads(work: GroupWork, parts: Sequence[Tensor], num_kv_heads: int) -> T
     first = parts[0]
     total = wide(first.new_zeros(first.shape[0], num_kv_heads, first.shape[2]))
     for heads, part in zip(work.heads, parts, strict=True):
-        total[:, _cut(heads.kv)] += part
+        total[:, cut(heads.kv)] += part
     return total.to(first.dtype)

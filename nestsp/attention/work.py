@@ -72,6 +72,7 @@ class GroupWork:
         heads: The heads of each rank inside.
         keep: What recomputation keeps: ``none``, or ``output``.
         ring: The ring; None for a ring of one.
+        slices: Where the exchange of heads is cut in slices, the heads of each rank inside, for each slice; else empty.
     """
 
     level: int
@@ -83,6 +84,7 @@ class GroupWork:
     heads: tuple[HeadShare, ...]
     keep: Keep
     ring: Ring | None = None
+    slices: tuple[tuple[HeadShare, ...], ...] = ()
 
     @property
     def place(self) -> int:

@@ -1,4 +1,4 @@
-"""``nestsp``: train, verify, plan, simulate, trace, config.
+"""``nestsp``: train, verify, export, plan, simulate, trace, config.
 
 The same command is the launcher, when a person calls it, and one rank, when torchrun or the launcher does.
 """
@@ -96,6 +96,23 @@ def verify(
 
         run_rank(lambda: verify_rank(settings, max_tokens))
     _launch(settings)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's, whose latest is taken.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to; an earlier export there is replaced.")],
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the exported numbers.")] = "float32",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A tokenizer's folder, whose files are copied along.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's model in Hugging Face format. Needs neither its run nor a GPU."""
+    from nestsp.cli.export import export_checkpoint
+
+    export_checkpoint(checkpoint, out, dtype, tokenizer)
 
 
 LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Limit of a sequence.")]
@@ -320,7 +337,7 @@ def _launch(settings: RunConfig) -> None:
         from nestsp.train.world import default_num_ranks
 
         num_ranks = default_num_ranks(settings.cluster)
-    with Screen().progress("tokenising", None) as bar:
+    with Screen().progress("tokenising", None, lines=True) as bar:
         prepare_data(settings, Cluster(1, num_ranks), shape, bar.set)
 
     from nestsp.train.launch import launch_ranks

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from nestsp.comm.groups import Link
 
-__all__ = ["Exchange", "start_exchange", "start_pass"]
+__all__ = ["Exchange", "Shape", "start_exchange", "start_pass"]
 
 Shape = tuple[int, ...]
 Announced = Sequence[Sequence[tuple[Shape, torch.dtype]]]  # for each member, what it sends here

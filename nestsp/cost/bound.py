@@ -121,8 +121,9 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
     """The least makespan of all numbers of microbatches, and that number."""
     num_ranks, layers, memory = cost.tree.num_ranks, cost.shape.num_layers, cost.memory
     free = num_ranks * (cost.memory_per_rank_bytes - memory.fixed)
-    needed = work.num_tokens * memory.least_bytes_per_token
-    needed += split.num_tokens * (memory.layer_exchanged + memory.exchange_buffers)
+    split_bytes, whole_bytes = (memory.attention_bytes_per_token(split=split) for split in (True, False))
+    needed = split.num_tokens * split_bytes + (work.num_tokens - split.num_tokens) * whole_bytes
+    needed = max(needed, work.num_tokens * memory.least_bytes_per_token)
     least = max(1, math.ceil(needed / free))
     idle = cost.root_gather_s + cost.layer_gather_s, cost.layer_reduce_s + cost.root_reduce_s
     gathered = cost.root_gather_s + layers * cost.layer_gather_s
@@ -131,7 +132,7 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
     with_gathers = 1 if cost.comm.crosses_hosts else 0  # the class of links that they take
     best = (math.inf, least)
     for number in range(least, least + max(1, work.num_sequences)):
-        again = work.recomputed_s(number * free - split.num_tokens * memory.exchange_buffers)
+        again = work.recomputed_s(number * free)
         total = 0.0
         for links, waits, computes, attention, exchanges in (
             (gathered, idle[0], work.linear_s, work.attention_s[0], split.forward_s),
@@ -251,8 +252,7 @@ class _Places:
         for level in range(tree.num_levels):
             degree, part = tree.degree(level), float(cost.head_fractions(level).max())
             local = np.floor(lengths / degree)
-            copies = (memory.layer_exchanged + memory.exchange_buffers) * part if degree > 1 else 0.0
-            fits[level] = local * memory.least_bytes_per_token + copies * lengths <= free
+            fits[level] = np.maximum(lengths - degree, 0.0) * memory.least_stream_bytes(degree) <= free
             alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
             for index, direction in enumerate(both):
                 heads = part * cost.shape.num_heads

@@ -9,12 +9,14 @@ member sends or receives.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nestsp.cluster import Cluster, GroupTree, share_sizes
+from nestsp.cluster import Cluster, GroupTree
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape, head_shares
 
@@ -35,10 +37,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What one all-to-all carries for each token: so many tensors of query width and of key/value width."""
+    """What one all-to-all carries for each token: so many tensors of query width and of key/value width.
 
-    query: int
-    kv: int
+    Slices of heads carry parts of a tensor.
+    """
+
+    query: float
+    kv: float
+
+    def slice(self, number: int, num_slices: int, *, kv_with: int) -> Payload:
+        """Of one slice of queries; keys and values travel with one of the slices."""
+        there = 0 <= number < num_slices
+        return Payload(self.query / num_slices if there else 0, self.kv if number == kv_with else 0)
 
 
 FORWARD_IN = Payload(1, 2)  # q, k, v to their heads
@@ -100,26 +110,33 @@ class CommCost:
             return 0.0
         return self.ring_latency_s + num_bytes * (self.num_ranks - 1) / self.num_ranks / self.ring_bytes_per_s
 
-    def forward(self, level: int, ring_degree: int = 1) -> tuple[LinkTime, ...]:
+    def forward(self, level: int, ring_degree: int = 1, num_slices: int = 1) -> tuple[LinkTime, ...]:
         """The exchanges of one group in one layer's forward attention, in order."""
         if self.tree.degree(level) == 1:
             return ()
+        if num_slices > 1:
+            return self._sliced(level, num_slices, FORWARD_IN, FORWARD_OUT)
         if ring_degree == 1:
             return (self.levels[level][FORWARD_IN], self.levels[level][FORWARD_OUT])
         steps = (self._ring_step(level, ring_degree, 2 * self.element_bytes),) * (ring_degree - 1)
         return self._inside(level, ring_degree, FORWARD_IN) + steps + self._inside(level, ring_degree, FORWARD_OUT)
 
-    def backward(self, level: int, ring_degree: int = 1, *, kept: bool = False) -> tuple[LinkTime, ...]:
+    def backward(
+        self, level: int, ring_degree: int = 1, num_slices: int = 1, *, kept: bool = False
+    ) -> tuple[LinkTime, ...]:
         """The exchanges of one group in one layer's backward attention, in order.
 
         Args:
             level: The group's level.
             ring_degree: Ring members.
+            num_slices: Slices of heads, of a group without a ring.
             kept: The attention's output was kept, so the recompute did not bring q, k and v to their heads.
         """
         if self.tree.degree(level) == 1:
             return ()
         payload = BACKWARD_IN_KEPT if kept else BACKWARD_IN
+        if num_slices > 1:
+            return self._sliced(level, num_slices, payload, BACKWARD_OUT)
         if ring_degree == 1:
             return (self.levels[level][payload], self.levels[level][BACKWARD_OUT])
         # The gradients of a block follow it one step behind; the last step brings them home.
@@ -134,6 +151,21 @@ class CommCost:
             for number in range(1, num_steps + 1)
         )
         return self._inside(level, ring_degree, payload) + steps + self._inside(level, ring_degree, BACKWARD_OUT)
+
+    def _sliced(self, level: int, num_slices: int, coming: Payload, leaving: Payload) -> tuple[LinkTime, ...]:
+        """The all-to-alls of `nestsp.attention.slices`: number n brings slice n, and takes slice n - 2 home."""
+        times = []
+        for number in range(num_slices + 2):
+            one = coming.slice(number, num_slices, kv_with=0)
+            other = leaving.slice(number - 2, num_slices, kv_with=num_slices - 1)
+            payload = Payload(one.query + other.query, one.kv + other.kv)
+            degree = self.tree.degree(level)
+            times.append(
+                _exchange_time(
+                    self.shape, self.cluster, self.profile, payload, degree, self.num_ranks, self.element_bytes
+                )
+            )
+        return tuple(times)
 
     def _inside(self, level: int, ring_degree: int, payload: Payload) -> tuple[LinkTime, ...]:
         """The all-to-all among the members that share a place in the ring; none if each is alone."""
@@ -188,37 +220,36 @@ def make_comm_cost(
     return CommCost(shape, cluster, tree, profile, tree.num_ranks, crosses, rate, latency, levels, element_bytes)
 
 
-def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArray[np.int64]:
+def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArray[Any]:
     """Elements per token that each member of a group works for.
 
     Returns:
-        int64 [degree], from the heads of `nestsp.shape.head_shares`.
+        [degree], from the heads of `nestsp.shape.head_shares`; whole numbers if the payload has them.
     """
     edges = np.arange(degree + 1, dtype=np.int64) * shape.num_heads // degree
     first, stop = edges[:-1], edges[1:]
     per_kv = shape.num_heads // shape.num_kv_heads
     kv = np.where(stop > first, (stop - 1) // per_kv - first // per_kv + 1, 0)
-    widths: npt.NDArray[np.int64] = (payload.query * (stop - first) + payload.kv * kv) * shape.head_dim
+    widths: npt.NDArray[Any] = (payload.query * (stop - first) + payload.kv * kv) * shape.head_dim
     return widths
 
 
 def ulysses_bytes(
-    shape: ModelShape, payload: Payload, tokens: int, degree: int, *, element_bytes: int = 2
+    shape: ModelShape, payload: Payload, sizes: Sequence[int], *, element_bytes: int = 2
 ) -> npt.NDArray[np.int64]:
     """Bytes of one all-to-all from tokens to heads, exactly; its transpose is the one back.
 
     Args:
         shape: The model.
         payload: What is carried for each token.
-        tokens: Of the group's stream.
-        degree: Members.
+        sizes: Tokens that each member holds.
         element_bytes: Of one number.
 
     Returns:
         int64 [degree, degree], from member (row) to member (column); what a member keeps is on the diagonal.
     """
-    sizes = np.array(share_sizes(tokens, degree), dtype=np.int64)
-    sent: npt.NDArray[np.int64] = sizes[:, None] * member_widths(shape, payload, degree)[None, :] * element_bytes
+    widths = member_widths(shape, payload, len(sizes)) * element_bytes
+    sent: npt.NDArray[np.int64] = np.array(sizes, dtype=np.int64)[:, None] * widths[None, :]
     return sent
 
 

@@ -54,6 +54,8 @@ class CostProfile:
         peer_latency_s: What each further member adds to an all-to-all.
         communicator_bytes: Device memory of one communicator.
         margin_bytes: Device memory that no term below explains: contexts, fragments.
+        peak_flops_per_s: What the maker states for dense bfloat16 products; None where nobody does. Nothing is planned
+            by it: the share of it that a run reaches is told.
         sources: Where each figure comes from, by its name.
     """
 
@@ -82,6 +84,7 @@ class CostProfile:
     peer_latency_s: float
     communicator_bytes: float
     margin_bytes: float
+    peak_flops_per_s: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def exchange_efficiency(self, num_hosts: int) -> float:
@@ -104,13 +107,15 @@ class CostProfile:
             compute: Factor on every rate of computation and on the memory's bandwidth.
             bandwidth: Factor on both link classes.
         """
-        rates = ("memory_bytes_per_s", *(name for name in _FIGURES if name.endswith("flops_per_s")))
+        computing = (name for name in _FIGURES if name.endswith("flops_per_s") and name not in _OPTIONAL)
+        rates = ("memory_bytes_per_s", *computing)
         links = ("host_bytes_per_s", "network_bytes_per_s")
         changed = {name: getattr(self, name) * compute for name in rates}
         return dataclasses.replace(self, **changed, **{name: getattr(self, name) * bandwidth for name in links})
 
 
 _TEXTS = ("name", "hardware", "device_names", "sources")
+_OPTIONAL = ("peak_flops_per_s",)
 _FIGURES = tuple(field.name for field in dataclasses.fields(CostProfile) if field.name not in _TEXTS)
 _MAY_BE_ZERO = ("_half_length", "_head_tokens", "_latency_s", "launch_s", "communicator_bytes", "margin_bytes")
 
@@ -175,6 +180,8 @@ def _parse(text: str, where: str) -> CostProfile:
     sources: dict[str, str] = {}
     for name in _FIGURES:
         entry = figures.get(name)
+        if entry is None and name in _OPTIONAL:
+            continue
         if not isinstance(entry, dict) or set(entry) != {"value", "source"} or not isinstance(entry["source"], str):
             raise ConfigError(f"the cost profile {where} has no value and source of {name}, but needs both; add them")
         values[name], sources[name] = _figure(name, entry["value"], where), entry["source"]

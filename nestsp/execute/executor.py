@@ -7,7 +7,7 @@ skipped one would hang the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nestsp.attention.local import Kernel, Segments
+from nestsp.attention.place import Place
 from nestsp.attention.ring import make_ring
 from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
@@ -25,7 +26,7 @@ from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local,
 from nestsp.execute.measure import AttentionTimer
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
-from nestsp.shape import ModelShape, head_shares
+from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import GroupShard, rank_spans
 
 __all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
@@ -59,6 +60,7 @@ class Executor:
         kernel: The attention kernel.
         timer: Times the turns of attention in the last run.
         streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
+        place: Where this rank is in its step.
     """
 
     root: nn.Module
@@ -69,6 +71,7 @@ class Executor:
     kernel: Kernel
     timer: AttentionTimer
     streaming: bool = True
+    place: Place = field(default_factory=Place)
 
     def check(self, plan: Plan) -> None:
         """Prove that this executor can run a plan.
@@ -120,10 +123,11 @@ class Executor:
         """
         self.timer.clear()
         total: Tensor | None = None
-        for number, microbatch in enumerate(batch.microbatches, start=1):
+        for number, microbatch in enumerate(batch.microbatches):
+            self.place.enter(number)
             microbatch.attention.stash.clear()  # what a run that failed may have left
             if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
-                self.root.set_requires_all_reduce(number == len(batch.microbatches))
+                self.root.set_requires_all_reduce(number == len(batch.microbatches) - 1)
             try:
                 nll: Tensor = self.root(microbatch.tokens, microbatch.attention)
                 loss = token_loss(microbatch.tokens, nll)
@@ -143,8 +147,10 @@ class Executor:
         Returns:
             The negative log-likelihoods [T] of each microbatch's targets on this rank.
         """
+        self.timer.clear()
         found = []
-        for microbatch in batch.microbatches:
+        for number, microbatch in enumerate(batch.microbatches):
+            self.place.enter(number)
             microbatch.attention.stash.clear()
             try:
                 found.append(self.root(microbatch.tokens, microbatch.attention))
@@ -171,6 +177,7 @@ class Executor:
         ring, segments = None, Segments.of(shard.lengths, self.device)
         if ring_degree > 1:
             ring, segments = make_ring(shard.chunk_edges, place, self.device)
+        heads = head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside)
         return GroupWork(
             level=group.level,
             link=self.links.get(group.level),
@@ -178,9 +185,10 @@ class Executor:
             sizes=shard.sizes[place * num_inside : (place + 1) * num_inside],
             rows=slice(shard.offset, shard.offset + shard.num_tokens),
             segments=segments,
-            heads=head_shares(self.shape.num_heads, self.shape.num_kv_heads, num_inside),
+            heads=heads,
             keep=shard.placement.keep,
             ring=ring,
+            slices=head_slices(heads, shard.placement.num_slices) if shard.placement.num_slices > 1 else (),
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:
@@ -191,4 +199,5 @@ class Executor:
             self.kernel,
             frozenset(range(self.shape.num_layers - kept)),
             self.timer.of(microbatch),
+            self.place,
         )

@@ -37,6 +37,7 @@ from transformers.core_model_loading import (
 
 from nestsp.errors import ModelError
 from nestsp.model.adapter import build_model
+from nestsp.model.lora import own_name
 
 __all__ = ["Source", "empty_model", "fill_parameters", "find_sources"]
 
@@ -162,15 +163,19 @@ def fill_parameters(model: PreTrainedModel, sources: Mapping[str, Source], devic
     """Give parameters memory and values; no collective.
 
     Args:
-        model: From `empty_model`, sharded or not; parameters keep their identity, tied ones stay tied.
+        model: From `empty_model`, sharded or not; parameters keep their identity, tied ones stay tied. Those of
+            adapters get memory, but no values.
         sources: From `find_sources`.
         device: Where they go.
 
     Raises:
         ModelError: A file cannot be read, or a converted tensor has another shape.
     """
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
         _allocate(parameter, device)
+        name = own_name(full_name)
+        if name is None:  # an adapter's, which is in no file
+            continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         start, rows = 0, len(local) if local.ndim else 1
         if isinstance(parameter, DTensor):

@@ -36,9 +36,15 @@ __all__ = [
     "judge_best",
     "judged_or_refused",
     "longest_first",
+    "refusal",
     "smallest_degrees",
     "static_degrees",
 ]
+
+# Greedy disjoint groups: a sequence takes the smallest degree at which it takes no longer than such a part of the mean.
+_THRESHOLDS = (0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
+# Sums of bytes are rounded.
+_ROUNDING = 1e-9
 
 Floats = npt.NDArray[np.float64]
 Pack = Callable[[int], Packing | None]
@@ -67,24 +73,42 @@ class Candidate:
     floor_s: float = 0.0
 
 
-def judge_best(ground: Ground, batch: SequenceBatch, candidates: Iterable[Candidate]) -> Judged | None:
-    """The fastest plan of some packings; those whose floor is above it are not looked at. None if there is none."""
+def judge_best(
+    ground: Ground, batch: SequenceBatch, candidates: Iterable[Candidate], below_s: float = math.inf
+) -> Judged | None:
+    """The fastest plan of some packings, if it is faster than that; those whose floor is above are not looked at."""
     best: Judged | None = None
     for candidate in sorted(candidates, key=lambda c: c.packing.slowest_s + ground.fixed_s * len(c.packing.loads_s)):
-        if best is not None and candidate.floor_s >= best.makespan_s:
+        if candidate.floor_s >= below_s:
             continue
         plan = ground.finish(candidate.packing.plan(batch, candidate.planner))
-        judged = Judged(plan, ground.evaluate(plan))
-        if judged.makespan_s < (math.inf if best is None else best.makespan_s):
-            best = judged
+        makespan_s = ground.evaluate(plan).makespan_s
+        if makespan_s < below_s:
+            best, below_s = Judged(plan, makespan_s), makespan_s
     return best
 
 
-def settle(ground: Ground, batch: SequenceBatch, pack: Pack, planner: str) -> list[Candidate]:
-    """Packings into the least number of microbatches that works and into one more; none if nothing fits."""
-    least = ground.least_microbatches(batch)
+def settle(
+    ground: Ground, batch: SequenceBatch, pack: Pack, planner: str, *, work_s: float, least: int, below_s: float
+) -> list[Candidate]:
+    """Packings into the least number of microbatches that works and into one more; none if nothing fits.
+
+    Args:
+        ground: What to plan on.
+        batch: The sequences.
+        pack: Packs them into a number of microbatches.
+        planner: What to call the candidates.
+        work_s: Rank-seconds of all sequences at least.
+        least: Fewer microbatches do not work.
+        below_s: Numbers that can give no faster plan are passed over.
+    """
+    least = max(least, ground.least_microbatches(batch))
     found: list[Candidate] = []
     for number in range(least, least + batch.num_sequences + 2):
+        if number * (ground.gathers_s + ground.fixed_s) >= below_s:
+            break
+        if ground.mean_floor_s(work_s, batch.num_tokens, number) >= below_s:
+            continue
         packing = pack(number)
         if packing is not None:
             floor = ground.fixed_s * len(packing.loads_s) + ground.least_part * packing.slowest_s
@@ -121,22 +145,24 @@ class StaticDegree:
             )
         return judged
 
-    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
-        """Its packings; none if a sequence does not fit."""
+    def candidates(self, batch: SequenceBatch, below_s: float = math.inf) -> list[Candidate]:
+        """Its packings, but for those known to be no faster than that; none if a sequence does not fit."""
         ground = self.ground
         level = ground.tree.level_of_degree(self.degree)
         lengths = np.array(batch.lengths, float)
         num_bytes = ground.bytes(lengths)
         if batch.num_sequences and num_bytes[level].max() > ground.free_bytes:
             return []
-        order, seconds, sizes = longest_first(batch), ground.seconds(lengths).tolist(), num_bytes.tolist()
-        levels = [level] * batch.num_sequences
-        return settle(
-            ground,
-            batch,
-            lambda number: pack_levels(ground.tree, levels, order, seconds, sizes, ground.free_bytes, number),
-            "static",
-        )
+        order, levels = longest_first(batch), [level] * batch.num_sequences
+        seconds, sizes = ground.seconds(lengths).tolist(), num_bytes.tolist()
+
+        def pack(number: int) -> Packing | None:
+            return pack_levels(ground.tree, levels, order, seconds, sizes, ground.free_bytes, number)
+
+        room = num_groups(ground.tree, level) * ground.free_bytes
+        least = math.ceil(float(num_bytes[level].sum()) / room * (1 - _ROUNDING))
+        work_s = float(ground.work_s(lengths)[level].sum())
+        return settle(ground, batch, pack, "static", work_s=work_s, least=least, below_s=below_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +184,10 @@ class BatchAdaptive:
         self.ground.check(batch)
         return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
 
-    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
-        """The packings of every degree."""
+    def candidates(self, batch: SequenceBatch, below_s: float = math.inf) -> list[Candidate]:
+        """The packings of every degree; see `StaticDegree.candidates`."""
         planners = [StaticDegree(self.ground, degree) for degree in static_degrees(self.ground.tree)]
-        found = [candidate for planner in planners for candidate in planner.candidates(batch)]
+        found = [candidate for planner in planners for candidate in planner.candidates(batch, below_s)]
         return [dataclasses.replace(candidate, planner="batch-adaptive") for candidate in found]
 
 
@@ -194,15 +220,20 @@ def judged_or_refused(judged: Judged | None, batch: SequenceBatch) -> Judged:
     """What was judged best.
 
     Raises:
-        InfeasibleError: Nothing was: the batch passed the check, but no packing fits.
+        InfeasibleError: Nothing was.
     """
     if judged is None:
-        longest = max(range(batch.num_sequences), key=batch.lengths.__getitem__)
-        raise InfeasibleError(
-            f"sequence {batch.ids[longest]} ({format_count(batch.lengths[longest])} tokens) leaves no room for "
-            "what its attention exchanges; take more ranks, or drop the longest sequences"
-        )
+        raise refusal(batch)
     return judged
+
+
+def refusal(batch: SequenceBatch) -> InfeasibleError:
+    """What to raise if a batch passed the check, but no packing fits."""
+    longest = max(range(batch.num_sequences), key=batch.lengths.__getitem__)
+    return InfeasibleError(
+        f"sequence {batch.ids[longest]} ({format_count(batch.lengths[longest])} tokens) leaves no room for "
+        "what its attention exchanges; take more ranks, or drop the longest sequences"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +260,16 @@ class BaspGroups:
         self.ground.check(batch)
         return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
 
-    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
-        """Its packings."""
+    def candidates(self, batch: SequenceBatch, below_s: float = math.inf) -> list[Candidate]:
+        """Its packings, but for those known to be no faster than that."""
         lengths = np.array(batch.lengths, float)
         prices = self.ground.seconds(lengths).tolist(), self.ground.bytes(lengths).tolist()
-        return settle(self.ground, batch, lambda number: self._pack(batch, number, *prices), "basp")
+        work_s = float(self.ground.work_s(lengths).min(axis=0).sum())
+
+        def pack(number: int) -> Packing | None:
+            return self._pack(batch, number, *prices)
+
+        return settle(self.ground, batch, pack, "basp", work_s=work_s, least=1, below_s=below_s)
 
     def _pack(
         self, batch: SequenceBatch, num_microbatches: int, seconds: list[list[float]], sizes: list[list[float]]
@@ -277,11 +313,16 @@ class DisjointGroups:
         self.ground.check(batch)
         return judged_or_refused(judge_best(self.ground, batch, self.candidates(batch)), batch)
 
-    def candidates(self, batch: SequenceBatch) -> list[Candidate]:
-        """Its packings."""
+    def candidates(self, batch: SequenceBatch, below_s: float = math.inf) -> list[Candidate]:
+        """Its packings, but for those known to be no faster than that."""
         lengths = np.array(batch.lengths, float)
         prices = self.ground.seconds(lengths), self.ground.bytes(lengths)
-        return settle(self.ground, batch, lambda number: self._pack(batch, number, *prices), "disjoint")
+        work_s = float(self.ground.work_s(lengths).min(axis=0).sum())
+
+        def pack(number: int) -> Packing | None:
+            return self._pack(batch, number, *prices)
+
+        return settle(self.ground, batch, pack, "disjoint", work_s=work_s, least=1, below_s=below_s)
 
     def _pack(self, batch: SequenceBatch, num_microbatches: int, seconds: Floats, sizes: Floats) -> Packing | None:
         packings = []
@@ -298,9 +339,12 @@ class DisjointGroups:
         degrees = np.array(static_degrees(tree), float)
         mean = float((seconds * degrees[:, None]).min(axis=0)[part].sum()) / tree.num_ranks
         best: Packing | None = None
-        for threshold in (0.3, 0.5, 0.7, 1.0, 1.4, 2.0):
-            levels = smallest_degrees(seconds, sizes, threshold * mean, 0.9 * free)
-            packing = _pack_disjoint(self.ground, part, levels, seconds, sizes)
+        choices = (smallest_degrees(seconds, sizes, times * mean, 0.9 * free) for times in _THRESHOLDS)
+        splits = [_split_ranks(tree, part, levels, seconds) for levels in choices]
+        for split in sorted((split for split in splits if split is not None), key=lambda split: split.slowest_s):
+            if best is not None and split.slowest_s >= best.slowest_s:
+                break
+            packing = _pack_disjoint(self.ground, split, seconds, sizes)
             if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
                 best = packing
         return best
@@ -308,7 +352,8 @@ class DisjointGroups:
 
 def longest_first(batch: SequenceBatch) -> list[int]:
     """Batch positions by falling length; equal lengths stay in order."""
-    return sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i))
+    order: list[int] = np.argsort(-np.array(batch.lengths, np.int64), kind="stable").tolist()
+    return order
 
 
 def num_groups(tree: GroupTree, level: int) -> int:
@@ -369,15 +414,26 @@ def join_packings(tree: GroupTree, batch: SequenceBatch, packings: list[tuple[li
     return Packing(tree, levels, microbatches, groups, loads, held)
 
 
-def _pack_disjoint(
-    ground: Ground, part: list[int], levels: list[int], seconds: Floats, num_bytes: Floats
-) -> Packing | None:
-    """Give each used level its ranks, in falling degree so that groups stay aligned, then fill each by itself."""
-    tree = ground.tree
-    members: dict[int, list[int]] = {}
-    for i in part:
-        members.setdefault(levels[i], []).append(i)
-    used = sorted(members)
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Ranks dealt out to levels.
+
+    Attributes:
+        members: For each used level, root first, its sequences.
+        counts: For each used level its groups.
+        slowest_s: The slowest level takes so long at least, if its groups are even.
+    """
+
+    members: dict[int, list[int]]
+    counts: dict[int, int]
+    slowest_s: float
+
+
+def _split_ranks(tree: GroupTree, part: list[int], levels: list[int], seconds: Floats) -> _Split | None:
+    """Give each used level ranks by its work; ranks that are left go to the slowest. None if there are too few."""
+    at = np.array(levels)[part]
+    used = np.unique(at).tolist()
+    members = {level: np.array(part)[at == level].tolist() for level in used}
     work = {lv: float(seconds[lv, members[lv]].sum()) * tree.degree(lv) for lv in used}
     total = sum(work.values())
     counts = {lv: max(1, int(work[lv] / total * tree.num_ranks / tree.degree(lv))) for lv in used}
@@ -386,16 +442,26 @@ def _pack_disjoint(
         if not shrinkable:
             return None
         counts[min(shrinkable, key=lambda lv: (work[lv] / (counts[lv] - 1) / tree.degree(lv), lv))] -= 1
-    while True:  # ranks that are left go to the slowest level that can take a group of them
+    while True:
         left = tree.num_ranks - sum(counts[lv] * tree.degree(lv) for lv in used)
         growing = [lv for lv in used if tree.degree(lv) <= left]
         if not growing:
             break
         counts[max(growing, key=lambda lv: (work[lv] / counts[lv] / tree.degree(lv), -lv))] += 1
+    return _Split(members, counts, max(work[lv] / counts[lv] / tree.degree(lv) for lv in used))
+
+
+def _pack_disjoint(ground: Ground, split: _Split, seconds: Floats, num_bytes: Floats) -> Packing | None:
+    """Lay the groups side by side in falling degree, so that each is aligned, and fill each level by itself."""
+    tree, members, counts = ground.tree, split.members, split.counts
+    levels = [0] * seconds.shape[1]
+    for level, of in members.items():
+        for i in of:
+            levels[i] = level
     loads, held = np.zeros((1, tree.num_ranks)), np.zeros((1, tree.num_ranks))
     microbatches, groups = [0] * len(levels), [0] * len(levels)
     first = 0
-    for level in used:
+    for level in members:
         degree = tree.degree(level)
         mine = list(range(first // degree, first // degree + counts[level]))
         load, size, heap = [0.0] * len(mine), [0.0] * len(mine), [(0.0, b) for b in range(len(mine))]

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.cost.bound import check_fits
-from nestsp.cost.comm import Payload, member_widths
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
@@ -30,7 +29,7 @@ from nestsp.planners.recompute import spend_memory
 from nestsp.schedule import make_schedule
 from nestsp.simulate import simulate
 
-__all__ = ["Ground", "Prices", "cost_ground"]
+__all__ = ["Ground", "Prices", "Verdict", "cost_ground"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,6 +58,19 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a ground says of a finished plan.
+
+    Attributes:
+        makespan_s: Seconds; infinite if it does not fit into memory.
+        layers_s: float64 [microbatches, ranks], what each rank's own work takes, whatever others do meanwhile.
+    """
+
+    makespan_s: float
+    layers_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class Ground:
     """Prices of a level's groups, and what judges a plan.
 
@@ -75,6 +87,7 @@ class Ground:
             nothing hides an exchange.
         guesses: Prices to search with: what is kept and what is hidden is decided later.
         floor: Prices that no finished plan undercuts where no rank has two groups, kept layers left out.
+        head_s: Seconds per token of head and loss, on the rank that holds it.
         gathers_s: Of all gathers and reductions of a microbatch, what `fixed_s` has not; it lasts at least so long.
         layer_s: Seconds per token that each kept layer spares; zero where nothing can be kept.
         layer_bytes: Bytes per token that it costs.
@@ -83,7 +96,7 @@ class Ground:
         num_crossing: Levels whose groups cross hosts; those after them do not.
         check: Raises what tells a user why a batch does not fit at all.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
-        evaluate: Seconds of a finished plan; infinite if it does not fit into memory.
+        evaluate: Judges a finished plan.
     """
 
     tree: GroupTree
@@ -97,6 +110,7 @@ class Ground:
     least_part: float
     guesses: tuple[Prices, ...]
     floor: Prices
+    head_s: float
     gathers_s: float
     layer_s: float
     layer_bytes: float
@@ -105,7 +119,7 @@ class Ground:
     num_crossing: int
     check: Callable[[SequenceBatch], None]
     finish: Callable[[Plan], Plan]
-    evaluate: Callable[[Plan], float]
+    evaluate: Callable[[Plan], Verdict]
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -156,6 +170,24 @@ class Ground:
         lasts = float(np.maximum(least, self.gathers_s).sum())
         return lasts + self.fixed_s * num_microbatches
 
+    def work_s(self, lengths: Floats) -> Floats:
+        """float64 [levels, sequences], rank-seconds that each sequence takes at least, if no rank has two groups."""
+        degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)], float)
+        work: Floats = self.floor.seconds(lengths) * degrees[:, None]
+        return work
+
+    def mean_floor_s(self, work_s: float, num_tokens: int, num_microbatches: int) -> float:
+        """Seconds that no finished plan of so many rank-seconds undercuts, if no rank has two groups.
+
+        The slowest rank of a microbatch is no faster than the mean; the fullest rank, on which it depends how much is
+        kept, no emptier.
+        """
+        busy = work_s / self.tree.num_ranks / num_microbatches
+        held = num_tokens / self.tree.num_ranks / num_microbatches
+        kept = float(self.kept_layers(np.array(max(held - 1.0, 0.0))))
+        least = busy - self.linear_s[-1] - kept * self.layer_s * held
+        return num_microbatches * (max(least, self.gathers_s) + self.fixed_s)
+
     def least_microbatches(self, batch: SequenceBatch) -> int:
         """The least number of microbatches that memory admits."""
         per_token = min(price * self.tree.degree(level) for level, price in enumerate(self.bytes_per_token))
@@ -182,11 +214,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     backward_linear = float(compute.best_attention_s("backward", heads, unit, 0 * unit)[0])
     shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
-    num_bytes = []
-    for degree, share in zip(degrees, shares, strict=True):
-        key_share = member_widths(shape, Payload(0, 1), degree).max() / shape.kv_width
-        split = (memory.layer_exchanged + memory.exchange_buffers) * max(share, key_share) if degree > 1 else 0.0
-        num_bytes.append(memory.least_bytes_per_token / degree + memory.layer_input / degree + split)
+    num_bytes = [memory.stream_bytes(degree) for degree in degrees]
 
     def exchanges(forwards: int, kept: bool) -> list[float]:
         links = [(*forwards * comm.forward(level), *comm.backward(level, kept=kept)) for level in range(len(degrees))]
@@ -211,7 +239,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     linear, square, exchange = bare.linear_s, bare.square_s, exchanges(2, False)
     free = cost.memory_per_rank_bytes - memory.fixed
     # The loss slice is another moment, with fewer bytes per token but those of the slice.
-    at_loss = (free - memory.loss_slice) / (layers * memory.layer_input + memory.loss_hidden)
+    at_loss = (free - memory.loss_slice) / memory.loss_bytes_per_token()
     free = min(free, at_loss * num_bytes[-1])
     fixed = cost.root_gather_s + cost.layer_gather_s + cost.layer_reduce_s + cost.root_reduce_s
     if free <= 0:
@@ -237,6 +265,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             prices(2, head=True, exposed=0.3),
         ),
         floor=prices(1, head=True, exposed=1.0, kept=False),
+        head_s=cost.head_s,
         gathers_s=(2 * layers - 1) * cost.layer_gather_s + (layers - 1) * cost.layer_reduce_s,
         layer_s=compute.linear_s,
         layer_bytes=memory.layer_local - memory.layer_input,
@@ -249,6 +278,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     )
 
 
-def _judge(plan: Plan, cost: CostModel, streaming: bool) -> float:
+def _judge(plan: Plan, cost: CostModel, streaming: bool) -> Verdict:
     timeline = simulate(make_schedule(plan, streaming=streaming), cost)
-    return timeline.makespan_s if timeline.peak_bytes.max() <= cost.memory_per_rank_bytes else math.inf
+    fits = timeline.peak_bytes.max() <= cost.memory_per_rank_bytes
+    return Verdict(timeline.makespan_s if fits else math.inf, timeline.layers_s)

@@ -48,6 +48,11 @@ class Packing:
     held_bytes: Floats
 
     @property
+    def places(self) -> tuple[list[int], list[int], list[int]]:
+        """Level, microbatch and group of each sequence."""
+        return self.levels, self.microbatches, self.groups
+
+    @property
     def slowest_s(self) -> float:
         """Sum over microbatches of the slowest rank."""
         return float(self.loads_s.max(axis=1).sum())
@@ -55,7 +60,7 @@ class Packing:
     def plan(self, batch: SequenceBatch, planner: str) -> Plan:
         """The placement as a plan, longest sequences first in each group; empty microbatches are left out."""
         placed: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(len(self.loads_s))]
-        for i in sorted(range(batch.num_sequences), key=lambda i: (-batch.lengths[i], i)):
+        for i in np.argsort(-np.array(batch.lengths, np.int64), kind="stable").tolist():
             placed[self.microbatches[i]].setdefault((self.levels[i], self.groups[i]), []).append(i)
         degrees = [self.tree.degree(level) for level in range(self.tree.num_levels)]
         used = [

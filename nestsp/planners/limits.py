@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
-from nestsp.cost.comm import Payload, member_widths
-from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Capabilities, Microbatch, Plan
@@ -143,16 +141,10 @@ def _check_longest(ground: Ground, batch: SequenceBatch, remedy: str) -> None:
 def _keep_layers(ground: Ground, cost: CostModel) -> Ground:
     """The same prices of time, all layers' recompute spared, and the bytes of plans that keep every layer whole."""
     memory, tree, layers = cost.memory, cost.tree, cost.shape.num_layers
-    local = layers * memory.layer_local
-    num_bytes = []
-    for level in range(tree.num_levels):
-        degree = tree.degree(level)
-        key_share = float(member_widths(cost.shape, Payload(0, 1), degree).max()) / cost.shape.kv_width
-        share = max(float(cost.head_fractions(level).max()), key_share) if degree > 1 else 0.0
-        exchanged = (layers * memory.layer_exchanged + memory.exchange_buffers) * share
-        num_bytes.append((local + memory.gradients) / degree + exchanged)
+    degrees = [tree.degree(level) for level in range(tree.num_levels)]
+    num_bytes = [memory.stream_bytes(degree, num_kept_layers=layers) for degree in degrees]
     free = cost.memory_per_rank_bytes - memory.fixed
-    at_loss = (free - memory.loss_slice) / (local + memory.loss_hidden)
+    at_loss = (free - memory.loss_slice) / memory.loss_bytes_per_token(layers)
     return dataclasses.replace(
         ground,
         bytes_per_token=tuple(num_bytes),
@@ -179,7 +171,7 @@ def _keep_outputs(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     """Groups keep their attention's output where a byte saves most seconds, as long as all their ranks have room."""
     memory, microbatch = cost.memory, plan.microbatches[number]
     tokens = rank_tokens(plan, number, cost)
-    free = cost.memory_per_rank_bytes - memory.peak_bytes(RankTokens(tokens.local, tokens.exchanged, 0.0))
+    free = cost.memory_per_rank_bytes - memory.peak_bytes(dataclasses.replace(tokens, kept=0.0))
     saved = []
     for index, placement in enumerate(microbatch.placements):
         lengths = np.array([plan.batch.lengths[s] for s in placement.sequences], float)
@@ -191,7 +183,7 @@ def _keep_outputs(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     placements = list(microbatch.placements)
     for _, index in sorted(saved):
         group = placements[index].group
-        needed = memory.num_layers * memory.kept_output * -(-plan.group_tokens(placements[index]) // group.degree)
+        needed = memory.kept_output_bytes * -(-plan.group_tokens(placements[index]) // group.degree)
         ranks = slice(group.first_rank, group.ranks.stop)
         if needed <= free[ranks].min():
             free[ranks] -= needed

@@ -13,7 +13,6 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.plan import Microbatch, Placement, Plan
 from nestsp.simulate import rank_tokens
@@ -32,8 +31,6 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     bare = tuple(dataclasses.replace(p, keep="none") for p in plan.microbatches[number].placements)
     plan = dataclasses.replace(plan, microbatches=(Microbatch(bare),))
     tokens = rank_tokens(plan, 0, cost)
-    local = np.asarray(tokens.local, float)
-    kept = np.zeros(len(local))
     free = limit - memory.peak_bytes(tokens)
     lengths = plan.batch.lengths
     streams = [np.array([lengths[s] for s in p.sequences], float) for p in bare]
@@ -47,18 +44,17 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
         group = bare[index].group
         ranks = slice(group.first_rank, group.ranks.stop)
         more = -(-totals[index] // group.degree)
-        needed = memory.num_layers * memory.kept_output * more
+        needed = memory.kept_output_bytes * more
         if needed <= free[ranks].min():
             free[ranks] -= needed
-            kept[ranks] += more
             keeps.add(index)
-    held = RankTokens(tokens.local, tokens.exchanged, kept)
+    placements = tuple(dataclasses.replace(p, keep="output") if i in keeps else p for i, p in enumerate(bare))
+    held = rank_tokens(dataclasses.replace(plan, microbatches=(Microbatch(placements),)), 0, cost)
     low, high = 0, cost.shape.num_layers
     while low < high:  # the most layers that fit
         middle = (low + high + 1) // 2
         fits = (memory.peak_bytes(held, middle) <= limit).all()
         low, high = (middle, high) if fits else (low, middle - 1)
-    placements = tuple(dataclasses.replace(p, keep="output") if i in keeps else p for i, p in enumerate(bare))
     return Microbatch(placements, low)
 
 

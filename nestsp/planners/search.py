@@ -7,8 +7,9 @@
 2. *Packing.* For each difference, the least total that `pack_within` can keep is found by bisection, if it beats what
    another difference gave.
 3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
-   as are the plans of every single level, BASP and greedy disjoint groups: so it is never slower than those. For the
-   winner a few level orders are judged too.
+   leaves first; the best of these are balanced by what the ground says of each rank (`balance`), and the best of all is
+   judged root first too. So are the plans of every single level, BASP and greedy disjoint groups, but for those that
+   provably end later: so it is never slower than any of them.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
@@ -27,18 +28,18 @@ import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
 from nestsp.plan import Plan
+from nestsp.planners.balance import balance
 from nestsp.planners.baselines import (
     BaspGroups,
     BatchAdaptive,
-    Candidate,
     DisjointGroups,
     Judged,
     judge_best,
-    judged_or_refused,
     longest_first,
+    refusal,
     static_degrees,
 )
-from nestsp.planners.ground import Ground, Prices
+from nestsp.planners.ground import Ground, Prices, Verdict
 from nestsp.planners.levels import Packing, pack_within
 
 __all__ = ["NestedGroups"]
@@ -55,9 +56,13 @@ _PRECISION = 1.5e-3
 # Sequences placed by all packings of one guess and number of microbatches, and how many packings there are at least.
 _PLACED = 24_000
 _PACKINGS = 3
-# Numbers of microbatches that are tried, and how many packings are judged of all.
+# Numbers of microbatches that are tried, unless one is estimated so much slower; and how many packings are judged.
 _NUMBERS = 3
+_HOPELESS = 1.05
 _FINALISTS = 4
+# Of the finalists so many are balanced by their verdicts, the head counting so much of itself.
+_BALANCED = 2
+_HEAD_PARTS = (0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +83,34 @@ class NestedGroups:
         """Plan one batch; see `plan`."""
         ground = self.ground
         ground.check(batch)
-        candidates = [Candidate("nsp", packing) for packing in self.packings(batch)]
+        placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
+        finished = [ground.finish(plan) for plan in placed]
+        found = sorted(((plan, ground.evaluate(plan)) for plan in finished), key=_makespan)
+        best = min((self._balanced(*each) for each in found[:_BALANCED]), key=_makespan, default=None)
+        if best is not None and best[0].level_order[0] != 0:
+            root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
+            best = min(best, (root_first, ground.evaluate(root_first)), key=_makespan)
+        below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
+        others = []
         for other in (BatchAdaptive(ground), BaspGroups(ground), DisjointGroups(ground)):
-            for candidate in other.candidates(batch):
-                candidates.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
-        best = judged_or_refused(judge_best(ground, batch, candidates), batch)
-        reverse = dataclasses.replace(best.plan, level_order=tuple(reversed(best.plan.level_order)))
-        best = min(best, Judged(reverse, ground.evaluate(reverse)), key=lambda j: j.makespan_s)
-        return Judged(dataclasses.replace(best.plan, planner="nsp"), best.makespan_s)
+            for candidate in other.candidates(batch, below_s):
+                others.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
+        judged = judge_best(ground, batch, others, below_s)
+        if judged is not None:
+            best = self._balanced(judged.plan, ground.evaluate(judged.plan))
+        if best is None:
+            raise refusal(batch)
+        return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
+
+    def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
+        """A plan with its short sequences dealt anew where that makes it faster."""
+        for head_part in _HEAD_PARTS if self.ground.head_s else (0.0,):
+            dealt = balance(plan, verdict.layers_s, self.ground, head_part)
+            if dealt is not None:
+                closer = self.ground.finish(dealt)
+                plan, verdict = min((plan, verdict), (closer, self.ground.evaluate(closer)), key=_makespan)
+        return plan, verdict
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
         """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches."""
@@ -108,10 +132,14 @@ class NestedGroups:
             found += here
             numbers += bool(found)
             this_s = min((seconds for seconds, _ in here), default=math.inf)
-            if numbers == _NUMBERS or (found and this_s >= best_s):
+            if numbers == _NUMBERS or (found and this_s >= _HOPELESS * best_s):
                 break
             best_s = min(best_s, this_s)
-        return [packing for _, packing in sorted(found, key=_first)[:_FINALISTS]]
+        best: list[Packing] = []
+        for _, packing in sorted(found, key=_first):
+            if len(best) < _FINALISTS and not any(packing.places == other.places for other in best):
+                best.append(packing)
+        return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +249,18 @@ class _Search:
 
 def _first(pair: tuple[float, Packing]) -> float:
     return pair[0]
+
+
+def _makespan(pair: tuple[Plan, Verdict]) -> float:
+    return pair[1].makespan_s
+
+
+def _leaves_first(plan: Plan) -> Plan:
+    """The smallest groups take their turns first, if some rank works for two: their exchanges are over sooner."""
+    for microbatch in plan.microbatches:
+        count = np.zeros(plan.tree.num_ranks, np.int64)
+        for placement in microbatch.placements:
+            count[placement.group.first_rank : placement.group.ranks.stop] += placement.group.degree > 1
+        if count.max() > 1:
+            return dataclasses.replace(plan, level_order=tuple(sorted(plan.level_order, reverse=True)))
+    return plan

@@ -19,10 +19,11 @@ from nestsp.cost.memory import PLAIN_MEMORY, MemoryOptions
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.errors import InfeasibleError
-from nestsp.plan import Capabilities, Plan
-from nestsp.planners import Planner, make_planner
+from nestsp.plan import AttentionKind, Capabilities, Plan
+from nestsp.planners import Judged, make_planner
 from nestsp.planners.baselines import StaticDegree, best_static_degree, static_degrees
 from nestsp.planners.ground import Ground
+from nestsp.planners.kinds import choose_kinds
 from nestsp.planners.limits import run_ground
 from nestsp.shape import ModelShape
 from nestsp.simulate import plan_peak_bytes
@@ -38,7 +39,7 @@ class Planned:
     Attributes:
         plan: The plan.
         makespan_s: How long it lasts by the cost profile.
-        bound_s: No plan of this batch lasts less, by the same profile.
+        bound_s: No plan of this batch in Ulysses groups lasts less, by the same profile.
         planning_s: How long planning took; measured, so it differs from time to time.
     """
 
@@ -81,6 +82,7 @@ class PlanningTask:
         element_bytes: Of one number in computation.
         memory: What else decides a rank's bytes.
         streaming: Whether groups take turns.
+        attention: How groups attend.
     """
 
     planner: str
@@ -96,6 +98,7 @@ class PlanningTask:
     element_bytes: int = 2
     memory: MemoryOptions = PLAIN_MEMORY
     streaming: bool = True
+    attention: AttentionKind = "auto"
 
     def cost(self) -> CostModel:
         """What everything costs.
@@ -166,7 +169,12 @@ class PlanningTask:
         cost = self.cost()
         ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming)
         planner = make_planner(self.planner, ground, self.degree)
-        return functools.partial(_plan, planner, self.planner, cost)
+        kind: AttentionKind = self.attention if self.can.rings else "ulysses"
+
+        def judge(batch: SequenceBatch) -> Judged:
+            return choose_kinds(planner.judge(batch), ground, cost, kind)
+
+        return functools.partial(_plan, judge, self.planner, cost)
 
     def check(self, plan: Plan, cost: CostModel) -> None:
         """Prove that a plan keeps the run's limits.
@@ -205,9 +213,9 @@ class PlanningTask:
         return cls(**{**data, **parts})
 
 
-def _plan(planner: Planner, name: str, cost: CostModel, batch: SequenceBatch) -> Planned:
+def _plan(judge: Callable[[SequenceBatch], Judged], name: str, cost: CostModel, batch: SequenceBatch) -> Planned:
     start = time.perf_counter()
-    judged = planner.judge(batch)
+    judged = judge(batch)
     planning_s = time.perf_counter() - start
     plan = dataclasses.replace(judged.plan, planner=name)
     return Planned(plan, judged.makespan_s, lower_bound(batch, cost).makespan_s, planning_s)

@@ -89,15 +89,20 @@ def steps_arithmetic(
     ...     num_samples=1000, steps_in_epoch=63, num_steps=63, tokens_per_step=None, sequences_per_step=16
     ... )
     '1,000 samples, 16 samples a step → 63 steps an epoch; this run: 63 steps = 1.00 epochs'
+    >>> steps_arithmetic(
+    ...     num_samples=9000, steps_in_epoch=9000, num_steps=3, tokens_per_step=None, sequences_per_step=1
+    ... )
+    '9,000 samples, 1 sample a step → 9,000 steps an epoch; this run: 3 steps = 0.00033 epochs'
     """
     size = (
         f"at most {format_count(tokens_per_step)} tokens a step"
         if tokens_per_step is not None
         else f"{plural(sequences_per_step or 0, 'sample')} a step"
     )
+    epochs = num_steps / steps_in_epoch
     return (
         f"{plural(num_samples, 'sample')}, {size} → {plural(steps_in_epoch, 'step')} an epoch; this run: "
-        f"{plural(num_steps, 'step')} = {num_steps / steps_in_epoch:.2f} epochs"
+        f"{plural(num_steps, 'step')} = {epochs:{'.2f' if epochs >= 0.01 else '.2g'}} epochs"
     )
 
 

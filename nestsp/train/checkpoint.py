@@ -26,16 +26,15 @@ import itertools
 import json
 import os
 import pickle
-import random
 import re
 import shutil
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -47,17 +46,22 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from transformers import PreTrainedConfig
 
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, NestspError
+from nestsp.train.random_state import get_random_state, seed_everything, set_random_state
 
 __all__ = [
     "Manifest",
     "Progress",
     "RunIdentity",
+    "RunState",
+    "Staging",
     "find_checkpoint",
+    "latest_checkpoint",
     "load_checkpoint",
     "model_digest",
     "named_parameters",
@@ -65,7 +69,10 @@ __all__ = [
     "prepare_folder",
     "publish_folder",
     "read_manifest",
+    "read_model",
     "read_progress",
+    "remove_old_checkpoints",
+    "run_state",
     "save_checkpoint",
     "validate_checkpoint",
 ]
@@ -81,6 +88,8 @@ _PROGRESS = "progress.json"
 _METADATA = ".metadata"
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
+_OLD = ".old-"
+_MODEL = "model.json"
 
 # Keys of a Transformers config that change neither what a model computes nor its sizes. All others count, also those
 # that nobody has thought of: a needless refusal is a sentence, a wrong resume is a wrong model.
@@ -229,7 +238,7 @@ def find_checkpoint(where: Path) -> Path:
         raise CheckpointError(
             f"resume is {where}, but there is no such folder; give a run folder or one of its checkpoints"
         )
-    if where.name.startswith((_SAVING, _REPLACED)):
+    if where.name.startswith((_SAVING, _REPLACED, _OLD)):
         raise CheckpointError(
             f"resume is {where}, but that folder is left over from a save that did not end; give the run folder instead"
         )
@@ -237,17 +246,29 @@ def find_checkpoint(where: Path) -> Path:
         return where
     if re.fullmatch(r"step-\d+", where.name) and where.is_dir():
         raise CheckpointError(f"{where} has no {MANIFEST}, so it is no whole checkpoint; give another one")
-    saved: dict[int, Path] = {}
-    for path in sorted((where / CHECKPOINTS).glob("*")):  # '.replaced-' sorts before 'step-', which wins
-        match = re.fullmatch(rf"(?:{re.escape(_REPLACED)})?step-(\d+)", path.name)
-        if match and (path / MANIFEST).is_file():
-            saved[int(match[1])] = path
-    if not saved:
+    latest = latest_checkpoint(where)
+    if latest is None:
         raise CheckpointError(
             f"resume is {where}, but it holds no whole checkpoint; give a run folder that has one in '{CHECKPOINTS}', "
             "or start anew without resume"
         )
-    return saved[max(saved)]
+    return latest
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The whole checkpoint of the highest step in a run's folder; None if there is none."""
+    saved = _whole_checkpoints(run_dir / CHECKPOINTS)
+    return saved[max(saved)] if saved else None
+
+
+def _whole_checkpoints(folder: Path) -> dict[int, Path]:
+    """By step."""
+    saved: dict[int, Path] = {}
+    for path in sorted(folder.glob("*")):  # '.replaced-' sorts before 'step-', which wins
+        match = re.fullmatch(rf"(?:{re.escape(_REPLACED)})?step-(\d+)", path.name)
+        if match and (path / MANIFEST).is_file():
+            saved[int(match[1])] = path
+    return saved
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -312,6 +333,11 @@ def validate_checkpoint(path: Path, identity: RunIdentity) -> Manifest:
             f"{_named(identity.model_name, identity.model)}; go back to the model config it was saved with, or start "
             "anew without resume"
         )
+    _check_sizes(path, manifest)
+    return manifest
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
     for name, size, _ in manifest.files:
         try:
             found = (path / name).stat().st_size
@@ -319,7 +345,12 @@ def validate_checkpoint(path: Path, identity: RunIdentity) -> Manifest:
             raise CheckpointError(f"{path / name} cannot be read ({_short(error)}); {_ANOTHER}") from None
         if found != size:
             raise CheckpointError(f"{path / name} has {found:,} bytes, but {size:,} were saved; {_ANOTHER}")
-    return manifest
+
+
+def _check_sums(path: Path, files: Iterable[tuple[str, int, int]]) -> None:
+    for name, _, crc in files:
+        if _crc32(path / name) != crc:
+            raise CheckpointError(f"{path / name} has changed since it was saved: its checksum differs; {_ANOTHER}")
 
 
 _ANOTHER = "give an older checkpoint, or copy this one again"
@@ -449,32 +480,94 @@ def _crc32(path: Path) -> int:
 # --- Saving -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunState:
+    """All that a rank must write of a run that stands between two steps.
+
+    Attributes:
+        tensors: Model and optimizer by name, sharded.
+        random: See `nestsp.train.random_state`.
+        progress: Rank 0's is saved.
+    """
+
+    tensors: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    progress: Progress
+
+
+def run_state(root: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> RunState:
+    """The state as it is: the tensors are the run's own, and the next step changes them.
+
+    Args:
+        root: A `nestsp.model.root.LossRoot`, sharded or not.
+        optimizer: Over the root's parameters; its state must be tensors, as AdamW's is.
+        progress: Where the run stands.
+    """
+    return RunState(_tensors(root, optimizer), get_random_state(_device(root)), progress)
+
+
+class Staging:
+    """Copies of a run's state on the CPU, for a save that goes on beside the next steps.
+
+    The memory is taken once and used again: 12 bytes a parameter over all ranks with AdamW, pinned for a GPU's.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, state: RunState) -> RunState:
+        """A state of its own; the one before it is overwritten."""
+        copies: dict[str, Tensor] = {}
+        on_gpu = False
+        for name, tensor in state.tensors.items():
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(local, non_blocking=True)
+            on_gpu |= local.is_cuda
+            copies[name] = _like(tensor, buffer)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return RunState(copies, state.random, state.progress)
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A rank's part of a tensor in another place, as a part of that tensor."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # Not DTensor.from_local: it would move the part to the mesh's device.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def save_checkpoint(
     run_dir: Path,
-    root: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    state: RunState,
     identity: RunIdentity,
     *,
     control_group: dist.ProcessGroup,
+    model: str | None = None,
+    keep: int | None = None,
 ) -> Path:
-    """Save a run's state as ``run_dir/checkpoints/step-<n>``. All ranks call it, between two steps.
+    """Save a run's state as ``run_dir/checkpoints/step-<n>``. All ranks call it.
 
     Args:
         run_dir: On a file system that all ranks share.
-        root: A `nestsp.model.root.LossRoot`, sharded or not.
-        optimizer: Over the root's parameters; its state must be tensors, as AdamW's is.
-        progress: Rank 0's is saved.
+        state: Of this rank.
         identity: What `validate_checkpoint` will compare.
-        control_group: A CPU group of all ranks.
+        control_group: A CPU group of all ranks that nothing else uses meanwhile.
+        model: The Transformers config as JSON, so that the checkpoint can be exported without its run.
+        keep: Checkpoints of this run that are left, this one among them; the oldest go. None for all.
 
     Returns:
-        The checkpoint's folder. A checkpoint of the same step is replaced once the new one is whole; others stay.
+        The checkpoint's folder. A checkpoint of the same step is replaced once the new one is whole.
 
     Raises:
         CheckpointError: It failed on some rank; then nothing has changed.
     """
     rank, num_ranks = dist.get_rank(control_group), dist.get_world_size(control_group)
+    progress = state.progress
     target = run_dir / CHECKPOINTS / f"step-{progress.step:06d}"
     saving = target.with_name(_SAVING + target.name)
     task = f"{target} could not be saved"
@@ -482,17 +575,19 @@ def save_checkpoint(
 
     def prepare() -> None:
         if rank == 0:
-            for left_over in sorted(target.parent.glob(f"{_SAVING}step-*")):
+            for left_over in sorted((*target.parent.glob(f"{_SAVING}step-*"), *target.parent.glob(f"{_OLD}step-*"))):
                 shutil.rmtree(left_over)
             prepare_folder(target)
 
     def write_own() -> list[tuple[str, int, int]]:
-        random_state = _random_state(_device(root))
-        _write(saving / _random_file(rank), safetensors.torch.save(random_state))
+        _write(saving / _random_file(rank), safetensors.torch.save(dict(state.random)))
         names = [_random_file(rank), *(path.name for path in saving.glob(f"__{rank}_*"))]
         if rank == 0:
             _write(saving / _PROGRESS, json.dumps(progress.to_json(), indent=2).encode())
             names += [_PROGRESS, _METADATA]
+            if model is not None:
+                _write(saving / _MODEL, model.encode())
+                names.append(_MODEL)
         return [(name, (saving / name).stat().st_size, _crc32(saving / name)) for name in sorted(names)]
 
     def publish() -> None:
@@ -512,10 +607,14 @@ def save_checkpoint(
         _write(saving / MANIFEST, json.dumps(_manifest_json(manifest), indent=2).encode())
         publish_folder(saving, target)
 
+    def remove_old() -> None:
+        if rank == 0 and keep is not None:
+            remove_old_checkpoints(target.parent, keep)
+
     try:
         on_all_ranks(control_group, task, prepare, remedy=remedy)
         with _one_sentence(task, remedy):
-            dcp_save(_tensors(root, optimizer), storage_writer=_Writer(saving), process_group=control_group)
+            dcp_save(dict(state.tensors), storage_writer=_Writer(saving), process_group=control_group)
         files = on_all_ranks(control_group, task, write_own, remedy=remedy)
         files_by_rank: list[list[tuple[str, int, int]]] = [[] for _ in range(num_ranks)]
         dist.gather_object(files, files_by_rank if rank == 0 else None, group=control_group, group_dst=0)
@@ -524,7 +623,20 @@ def save_checkpoint(
         if rank == 0:  # all ranks have agreed that it failed, so none is still writing
             shutil.rmtree(saving, ignore_errors=True)
         raise
+    on_all_ranks(control_group, f"checkpoints older than {target} could not be removed", remove_old, remedy=remedy)
     return target
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Leave the whole checkpoints of the highest steps. Called by one rank.
+
+    Each is renamed first, so that one whose removal is cut short is no checkpoint any more; the next save removes it.
+    """
+    saved = _whole_checkpoints(folder)
+    for step in sorted(saved)[:-keep]:
+        doomed = folder / f"{_OLD}step-{step:06d}"
+        saved[step].rename(doomed)
+        shutil.rmtree(doomed)
 
 
 class _Writer(FileSystemWriter):
@@ -587,9 +699,7 @@ def load_checkpoint(
 
     def check() -> Manifest:
         manifest = validate_checkpoint(path, identity)
-        for name, _, crc in manifest.files[rank::num_ranks]:
-            if _crc32(path / name) != crc:
-                raise CheckpointError(f"{path / name} has changed since it was saved: its checksum differs; {_ANOTHER}")
+        _check_sums(path, manifest.files[rank::num_ranks])
         return manifest
 
     manifest = on_all_ranks(control_group, task, check, remedy=_ANOTHER)
@@ -609,12 +719,40 @@ def load_checkpoint(
 
     def restore_random() -> None:
         if random_state is not None:
-            _set_random_state(random_state, _device(root))
+            set_random_state(random_state, _device(root))
         else:
             _seed_anew(progress, rank)
 
     on_all_ranks(control_group, task, restore_random, remedy=_ANOTHER)
     return progress
+
+
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The model in a checkpoint: its Transformers config as JSON, and its whole tensors by Hugging Face names.
+
+    Needs no process group and no GPU; takes the model once in memory.
+
+    Raises:
+        CheckpointError: It is incomplete or damaged, or has something in it that could run code.
+    """
+    manifest = read_manifest(path)
+    _check_sizes(path, manifest)
+    _check_sums(path, manifest.files)
+    names = {name for name, _, _ in manifest.files}
+    if _MODEL not in names:
+        raise CheckpointError(f"{path} has no {_MODEL}, but an export needs it; resume the run and save it again")
+    metadata = _read_metadata(path, names)
+    prefix = "model."
+    tensors: dict[str, Tensor] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix):
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with _one_sentence(f"{path} could not be read", _ANOTHER), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it is meant
+        dcp_load(tensors, storage_reader=_Reader(path, metadata), no_dist=True)
+    config = json.loads((path / _MODEL).read_text(encoding="utf-8"))
+    return config, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -752,9 +890,6 @@ def _make_optimizer_state(
                 del optimizer.state[parameter]
 
 
-# --- Random state -------------------------------------------------------------------------------
-
-
 def _random_file(rank: int) -> str:
     return f"random-{rank}.safetensors"
 
@@ -763,36 +898,6 @@ def _device(root: nn.Module) -> torch.device:
     return next(root.parameters()).device
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of every global generator of this process, as plain tensors."""
-    _, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
-    assert isinstance(keys, np.ndarray)
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor(cached_gauss, dtype=torch.float64),
-    }
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    gauss = state["python_gauss"].tolist()
-    *keys, position, has_gauss = state["numpy"].tolist()
-    torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
-    if device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
-
-
 def _seed_anew(progress: Progress, rank: int) -> None:
     digest = hashlib.sha256(f"{json.dumps(progress.to_json(), sort_keys=True)},{rank}".encode()).digest()
-    seed = int.from_bytes(digest[:8], "little")
-    torch.manual_seed(seed)  # of the devices' generators too
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_everything(int.from_bytes(digest[:8], "little"))

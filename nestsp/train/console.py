@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 __all__ = ["Screen"]
+
+# Where there is no terminal: work that is done before the first line needs none.
+_FIRST_LINE_S = 3.0
+_LINES_EVERY_S = 30.0
 
 
 class Screen:
@@ -22,8 +27,15 @@ class Screen:
         self._console.print(text)
 
     @contextmanager
-    def progress(self, what: str, total: int | None, done: int = 0) -> Iterator[Bar]:
-        """Show a bar while something goes on; nothing where there is no terminal."""
+    def progress(self, what: str, total: int | None, done: int = 0, *, lines: bool = False) -> Iterator[Bar]:
+        """Show a bar while something goes on.
+
+        Args:
+            what: Its name.
+            total: How much there is of it; None if nobody knows.
+            done: How much is done already.
+            lines: Where there is no terminal, write a line now and then; otherwise nothing is shown there.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -33,16 +45,23 @@ class Screen:
         )
         hidden = self._console.quiet or not self._console.is_terminal
         with Progress(*columns, console=self._console, disable=hidden, transient=True) as progress:
-            yield Bar(progress, what, total, done)
+            say = self.say if lines and hidden and not self._console.quiet else None
+            yield Bar(progress, what, total, done, say)
 
 
 class Bar:
-    """One progress bar."""
+    """One progress bar, or its lines."""
 
-    def __init__(self, progress: Progress, what: str, total: int | None, done: int) -> None:
-        self._progress = progress
+    def __init__(
+        self, progress: Progress, what: str, total: int | None, done: int, say: Callable[[str], None] | None
+    ) -> None:
+        self._progress, self._what, self._say = progress, what, say
         self._task = progress.add_task(what, total=total, completed=done)
+        self._next_line_at = time.monotonic() + _FIRST_LINE_S
 
     def set(self, done: int, total: int | None) -> None:
         """Move to a place."""
         self._progress.update(self._task, completed=done, total=total)
+        if self._say is not None and time.monotonic() >= self._next_line_at:
+            self._say(f"{self._what}: {done:,}" + ("" if total is None else f" of {total:,}"))
+            self._next_line_at = time.monotonic() + _LINES_EVERY_S

@@ -102,7 +102,7 @@ def evaluation_task(prepared: Prepared, task: PlanningTask) -> PlanningTask:
     """
     forward = dataclasses.replace(
         task,
-        can=dataclasses.replace(task.can, kept_outputs=False),
+        can=dataclasses.replace(task.can, kept_outputs=False, num_kept_layers=0),
         memory=dataclasses.replace(task.memory, forward_only=True),
     )
     forward.check_longest(prepared.longest)
@@ -147,7 +147,9 @@ class Evaluator:
             return
         num_batches = self._prepared.num_steps
         feed = PlanFeed(self._prepared, self._task, self._world, self._executor, DataState(), num_batches)
-        self._plans = [feed.take().planned.plan for _ in range(num_batches)]
+        for number in range(num_batches):
+            self._executor.place.enter(number)  # a move, for the watchdog
+            self._plans.append(feed.take().planned.plan)
         feed.close()
 
 

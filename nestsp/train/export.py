@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,10 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
+from nestsp.config import LoraConfig
 from nestsp.errors import CheckpointError
+from nestsp.model.lora import merge_adapters, write_adapter
 from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
 
-__all__ = ["export_hugging_face"]
+__all__ = ["export_adapter", "export_hugging_face", "refuse_to_replace", "write_hugging_face"]
 
 # What a tokenizer's folder may hold of it (Transformers 5).
 _TOKENIZER_FILES = (
@@ -47,6 +50,7 @@ def export_hugging_face(
     rank: int,
     control_group: dist.ProcessGroup,
     tokenizer: Path | None = None,
+    lora: LoraConfig | None = None,
 ) -> Path:
     """Write a model as Hugging Face safetensors and ``config.json``, float32. All ranks call it.
 
@@ -59,6 +63,7 @@ def export_hugging_face(
         rank: This one.
         control_group: A CPU group of all ranks.
         tokenizer: A tokenizer's folder, whose files are copied along.
+        lora: Of the adapters that the model has, which are merged into its weights; None if it has none.
 
     Returns:
         The folder.
@@ -70,22 +75,107 @@ def export_hugging_face(
 
     def prepare() -> None:
         if rank == 0:
-            if folder.exists() and not (folder / "config.json").is_file():
-                raise CheckpointError(
-                    f"{folder} is there and is no exported model, but an export would replace it; give another folder"
-                )
-            prepare_folder(folder)
+            _prepare(folder)
 
     on_all_ranks(control_group, task, prepare, remedy=remedy)
     tensors = _gather(root, keep=rank == 0)
+    if lora is not None:
+        tensors = merge_adapters(tensors, lora.alpha / lora.rank)
+
+    def write() -> None:
+        if rank == 0:
+            write_hugging_face(config, tensors, folder, tokenizer=tokenizer)
+
+    on_all_ranks(control_group, task, write, remedy=remedy)
+    return folder
+
+
+def write_hugging_face(
+    config: PreTrainedConfig, tensors: Mapping[str, Tensor], folder: Path, *, tokenizer: Path | None = None
+) -> None:
+    """Write whole tensors as Hugging Face safetensors and ``config.json``. Called by one process.
+
+    The folder is whole or not there; an earlier export in it is replaced once the new one is whole.
+
+    Args:
+        config: The model's; not changed.
+        tensors: By Hugging Face names, on the CPU, all of one dtype, which becomes the model's.
+        folder: Where to; its name must be free or an export's.
+        tokenizer: A tokenizer's folder, whose files are copied along.
+
+    Raises:
+        CheckpointError: The folder holds something else, or the tokenizer's folder none.
+    """
+    saving = _prepare(folder)
+    try:
+        _write_model(config, dict(tensors), saving)
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, saving)
+        for path in saving.iterdir():
+            _sync(path)
+        publish_folder(saving, folder)
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Refuse a place where there is something else than an export.
+
+    Raises:
+        CheckpointError: There is.
+    """
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is there and is no exported model, but an export would replace it; give another folder"
+        )
+
+
+def _prepare(folder: Path) -> Path:
+    refuse_to_replace(folder)
+    return prepare_folder(folder)
+
+
+def export_adapter(
+    root: nn.Module,
+    settings: LoraConfig,
+    folder: Path,
+    *,
+    rank: int,
+    control_group: dist.ProcessGroup,
+    base: str | None = None,
+) -> Path:
+    """Write a model's adapters as PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``. All ranks call it.
+
+    Args:
+        root: A `nestsp.model.root.LossRoot` with adapters, sharded or not.
+        settings: The adapters'.
+        folder: Where to; what is in it is replaced.
+        rank: This one.
+        control_group: A CPU group of all ranks.
+        base: Where the model's own weights lie, for readers.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: It failed; then nothing has changed.
+    """
+    task, remedy = f"{folder} could not be written", "free space or mend the folder; the checkpoints are whole"
+
+    def prepare() -> None:
+        if rank == 0:
+            prepare_folder(folder)
+
+    on_all_ranks(control_group, task, prepare, remedy=remedy)
+    tensors = _gather(root, keep=rank == 0, only_trained=True)
 
     def write() -> None:
         if rank == 0:
             saving = folder.with_name(f".saving-{folder.name}")
             try:
-                _write_model(config, tensors, saving)
-                if tokenizer is not None:
-                    _copy_tokenizer(tokenizer, saving)
+                saving.mkdir(exist_ok=True)
+                write_adapter(tensors, settings, base, saving)
                 for path in saving.iterdir():
                     _sync(path)
                 publish_folder(saving, folder)
@@ -97,10 +187,12 @@ def export_hugging_face(
     return folder
 
 
-def _gather(root: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def _gather(root: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
     """Whole tensors by Hugging Face names, float32 on the CPU of the rank that keeps them. All ranks call it."""
     tensors = {}
     for name, parameter in named_parameters(root).items():
+        if only_trained and not parameter.requires_grad:
+            continue
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
@@ -114,10 +206,9 @@ def _write_model(config: PreTrainedConfig, tensors: dict[str, Tensor], folder: P
     # things in it, and its attention is the default's, which every reader has.
     config = copy.deepcopy(config)
     config._attn_implementation = "sdpa"
+    dtype = next(iter(tensors.values())).dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would write over ours
     try:

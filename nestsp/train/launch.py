@@ -1,11 +1,16 @@
 """The edge where processes begin and end: starting ranks by torchrun's own launcher, and leaving in order.
 
 Exit codes: 0 done; 2 something a user can mend, said in one sentence; 1 anything else, with its traceback. A rank that
-has said itself why the job ends with 1 leaves with 3, and the launcher turns that into 1 without a word.
+has said itself why the job ends with 1 leaves with 3, and the launcher turns that into 1 without a word. A launcher
+that was told to end by a signal leaves with 128 plus its number, and its ranks with 0 if they have saved and ended.
+
+Signals to the launcher go on to its ranks (`nestsp.train.signals`), which end together after their step. A second one
+ends them at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -16,6 +21,8 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -31,6 +38,9 @@ __all__ = ["EXIT_FAILED", "EXIT_REFUSED", "EXIT_SAID", "launch_ranks", "run_rank
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_SAID = 3
+
+# Where this host's ranks leave their process ids for the launcher's signal handler.
+_PIDS = "NESTSP_PIDS"
 
 # A rank that dies makes its neighbours' collectives fail within milliseconds. They wait this long before they say so:
 # by then the launcher has ended them, and the rank that died first is the one that is heard.
@@ -74,16 +84,49 @@ def launch_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             run_id=str(uuid.uuid4()),
             monitor_interval=0.1,
             shutdown_timeout=5,
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are the forwarder's
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        os.environ[_PIDS] = folder
+        forwarder = _Forwarder(Path(folder), num_ranks)
+        for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(which, forwarder)
         try:
             elastic_launch(config, sys.executable)("-m", "nestsp", *arguments)
         except ChildFailedError as error:
-            return _report(list(error.failures.values()))
+            failures = list(error.failures.values())
+            if forwarder.told is None or not all(_was_ended(failure, forwarder.told) for failure in failures):
+                return _report(failures)
         except SignalException as error:
-            print(f"nestsp: ended by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval.value
+            forwarder.told = error.sigval
+    if forwarder.told is not None:
+        print(f"nestsp: ended by {forwarder.told.name}", file=sys.stderr)
+        return 128 + forwarder.told
     return 0
+
+
+class _Forwarder:
+    """The launcher's signal handler: its ranks get what it gets."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self._folder, self._num_ranks = folder, num_ranks
+        self.told: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        which = signal.Signals(number)
+        pids = [int(path.suffix[1:]) for path in self._folder.glob("rank.*")]
+        ready = len(pids) == self._num_ranks
+        if which != signal.SIGUSR1:
+            if self.told is not None or not ready:
+                raise SignalException(f"ended by {which.name}", which)  # the agent ends its ranks
+            self.told = which
+        for pid in pids if ready else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, which)
+
+
+def _was_ended(failure: ProcessFailure, told: signal.Signals) -> bool:
+    return failure.exitcode in (-told, 128 + told, -signal.SIGTERM)
 
 
 def run_rank(main: Callable[[], int]) -> NoReturn:
@@ -96,6 +139,9 @@ def run_rank(main: Callable[[], int]) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with_launcher()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save; by default it would end the rank
+    if _PIDS in os.environ:
+        Path(os.environ[_PIDS], f"rank.{os.getpid()}").touch()
     code = 0
     try:
         code = main()

@@ -33,7 +33,12 @@ class StepMetrics:
         num_tokens: Their tokens, filler not counted.
         num_targets: Their targets.
         tokens_per_s: ``num_tokens`` / ``step_s``.
-        step_s: Measured.
+        tokens_per_s_per_rank: That over the number of ranks.
+        flops_per_s_per_rank: What the model needs for this batch, forward and backward, recomputation not counted, by
+            each sequence's own length; over ``step_s`` and the number of ranks.
+        mfu: That over what the maker of the device states for bfloat16; None where the cost profile has no such figure,
+            or the run computes in something else.
+        step_s: Measured, waiting for the plan not counted.
         estimated_s: The plan's makespan by the cost profile, at this machine's speed against the profile as the first
             two steps showed it; None until these are there.
         makespan_s: The plan's makespan by the cost profile as it is.
@@ -42,6 +47,10 @@ class StepMetrics:
         attention_s: Measured, mean over ranks, waiting for exchanges included.
         exposed: Measured, mean over ranks: part of the step that attention waited for exchanges, late peers included.
         wait_s: Seconds that this rank waited for its plan.
+        save_s: Seconds that this rank waited for checkpoints since the step before.
+        load_s: Seconds that the slowest rank read its tokens; part of ``step_s``.
+        peak_memory_bytes: The most that any rank has held so far: of a GPU what tensors took, of a CPU all.
+        peak_memory_rank: That rank.
         imbalance: Slowest rank over mean, minus 1, by the plan's FLOPs.
         num_microbatches: Of the plan.
         num_sequences_by_degree: How many sequences are split over how many ranks.
@@ -56,6 +65,9 @@ class StepMetrics:
     num_tokens: int
     num_targets: int
     tokens_per_s: float
+    tokens_per_s_per_rank: float
+    flops_per_s_per_rank: float
+    mfu: float | None
     step_s: float
     estimated_s: float | None
     makespan_s: float
@@ -64,6 +76,10 @@ class StepMetrics:
     attention_s: float
     exposed: float
     wait_s: float
+    save_s: float
+    load_s: float
+    peak_memory_bytes: int
+    peak_memory_rank: int
     imbalance: float
     num_microbatches: int
     num_sequences_by_degree: Mapping[int, int]
@@ -79,11 +95,20 @@ class StepMetrics:
             if self.loss is None or self.grad_norm is None
             else f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}"
         )
+        mfu = "" if self.mfu is None else f"MFU {self.mfu:.1%}  "
+        rate = f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.2g}"
         return (
-            f"step {self.step:>{width}}/{num_steps}  {learnt}  {self.tokens_per_s:,.0f} tokens/s  "
+            f"step {self.step:>{width}}/{num_steps}  {learnt}  {rate} tokens/s  {mfu}"
             f"{format_seconds(self.step_s)}{estimated}  imbalance {self.imbalance:.1%}  "
             f"exposed {self.exposed:.1%}  microbatches {self.num_microbatches}  sequences by degree {degrees}"
         )
+
+    def values(self) -> dict[str, float]:
+        """Every figure that the step has, by name, for trackers."""
+        fields = dataclasses.asdict(self)
+        degrees = fields.pop("num_sequences_by_degree")
+        figures = {name: value for name, value in fields.items() if value is not None and name != "step"}
+        return figures | {f"num_sequences_by_degree/{degree}": count for degree, count in degrees.items()}
 
 
 class SpeedMeter:

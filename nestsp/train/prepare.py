@@ -110,6 +110,11 @@ def prepare_data(
     """
     tree = cluster.tree(config.cluster.tree)
     planner = config.planner
+    if planner.attention in ("ring", "hybrid") and shape.window:
+        raise ConfigError(
+            f"planner.attention is {planner.attention}, but the model has layers with a sliding window of "
+            f"{format_count(shape.window)}, which no ring runs; set it to auto or ulysses"
+        )
     if config.train.router_loss != "off" and not shape.num_moe_layers:
         raise ConfigError(
             f"train.router_loss is {config.train.router_loss}, but the {shape.family} model has no experts; set it to "
@@ -162,9 +167,11 @@ def planning_task(
         memory=MemoryOptions(
             num_shards=train.num_shards(cluster.num_ranks, cluster.ranks_per_host),
             mlp_slice_tokens=train.mlp_slice_tokens,
+            num_trained=_num_trained(prepared),
             offloads_inputs=train.offload and device == "cuda",
         ),
         streaming=planner.streaming,
+        attention=planner.attention,
     )
     task.check_longest(prepared.longest)
     if planner.name != "static" or planner.degree is not None:
@@ -174,6 +181,19 @@ def planning_task(
         batch, state = prepared.stream.take(state)
         batches.append(batch)
     return task.with_degree(batches, prepared.longest)
+
+
+def _num_trained(prepared: Prepared) -> int | None:
+    """Parameters of the adapters; None if all are trained."""
+    settings = prepared.config.train.lora
+    if settings is None:
+        return None
+    from nestsp.model.load import empty_model
+    from nestsp.model.lora import add_adapters, num_adapter_parameters
+
+    model = empty_model(prepared.model)
+    add_adapters(model, settings)
+    return num_adapter_parameters(model)
 
 
 def router_loss_coefficient(prepared: Prepared) -> float:

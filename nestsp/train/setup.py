@@ -20,6 +20,7 @@ from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
+from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
@@ -67,6 +68,9 @@ def build_executor(
     else:
         model = empty_model(prepared.model, **options).to(wide)  # type: ignore[arg-type]
         sources = world.together(lambda: find_sources(model, Path(path)))
+    lora = train.lora
+    if lora is not None:
+        world.together(lambda: add_adapters(model, lora))
     if train.mlp_slice_tokens is not None:
         install_mlp_slices(model, train.mlp_slice_tokens)
     install_layer_runner(model, offload=train.offload)
@@ -81,6 +85,8 @@ def build_executor(
     shard_root(root, mesh, compute_dtype=dtype, reduce_dtype=wide)
     if sources is not None:
         world.together(lambda: fill_parameters(model, sources, world.device))
+    if lora is not None:
+        draw_adapters(model, train.seed)
     links = make_links(
         prepared.tree,
         world.rank,

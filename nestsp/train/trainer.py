@@ -2,72 +2,61 @@
 
 The sum of losses and the count of targets meet only here; the count comes from the batch, before the first forward.
 Nothing a step does depends on how long anything took, or on what memory is free, so that a run can be repeated and
-resumed exactly: see `nestsp.train.limits`.
+resumed exactly: see `nestsp.train.limits`. What ranks must know of each other at a step's end, the wish to save or to
+end among it, travels in one exchange: see `nestsp.train.reports`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.metadata
 import math
-import platform
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from filelock import FileLock, Timeout
-from torch import Tensor
+from filelock import FileLock
 
-from nestsp.config import RunConfig, parse_config, to_yaml
+from nestsp.config import RunConfig
+from nestsp.cost.work import sequence_work
 from nestsp.data.stream import DataState
-from nestsp.errors import CheckpointError, ConfigError, DataError, NumericsError
-from nestsp.execute.executor import Executor
+from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
+from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.router_loss import run_with_router_loss
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
-from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
-from nestsp.report.measured import attention_s, waited_s
+from nestsp.report.banner import aligned, describe_model
+from nestsp.report.measured import TimedTurn, attention_s, waited_s
 from nestsp.simulate import imbalance, plan_work
-from nestsp.train.checkpoint import (
-    CHECKPOINTS,
-    Progress,
-    RunIdentity,
-    find_checkpoint,
-    load_checkpoint,
-    model_digest,
-    read_progress,
-    save_checkpoint,
-    validate_checkpoint,
-)
+from nestsp.train.banner import run_banner
+from nestsp.train.checkpoint import Progress, RunIdentity, load_checkpoint, model_digest, read_progress
 from nestsp.train.console import Bar, Screen
 from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
-from nestsp.train.export import export_hugging_face
+from nestsp.train.export import export_adapter, export_hugging_face
 from nestsp.train.feed import PlanFeed
-from nestsp.train.limits import Limits, decide_limits
+from nestsp.train.limits import decide_limits
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
+from nestsp.train.numerics import trace_nonfinite
 from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
-from nestsp.train.run_folder import latest_run_folder, new_run_folder
+from nestsp.train.records import Records
+from nestsp.train.reports import RankReport, exchange_reports, peak_memory_bytes
+from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
+from nestsp.train.run_folder import EVALUATIONS, METRICS, PLANS, STOP, open_run_folder
+from nestsp.train.saver import Saver
 from nestsp.train.setup import build_executor, compute_dtype
+from nestsp.train.signals import Requests
 from nestsp.train.trace import TraceFiles
+from nestsp.train.trackers import check_trackers
 from nestsp.train.update import learning_rate, make_optimizer, update
+from nestsp.train.watchdog import Watchdog
 from nestsp.train.world import World, everywhere, join_world
-from nestsp.units import format_bytes, format_count
 
 __all__ = ["prepare_with_progress", "train"]
 
-_RECOMPUTE: Mapping[bool | str, str] = {
-    "auto": "as few layers as memory allows are recomputed",
-    True: "all layers are recomputed",
-    False: "no layer is recomputed",
-}
-_METRICS = "metrics.jsonl"
-_PLANS = "plans.jsonl"
-_EVALUATIONS = "evaluations.jsonl"
+# The backward pass computes two products for each of the forward pass.
+_FORWARD_AND_BACKWARD = 3
 
 
 def train(config: RunConfig, resume: str | None = None) -> int:
@@ -75,8 +64,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
 
     Args:
         config: The settings.
-        resume: ``auto`` for the latest run of this name, or the path of a run's folder or of a checkpoint; None to
-            begin a new run.
+        resume: See `nestsp.train.resume.find_resumed`.
 
     Returns:
         0, the exit code.
@@ -86,6 +74,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     """
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
+    world.first(lambda: check_trackers(config.train))
     prepared = prepare_with_progress(config, world, screen)
     identity = RunIdentity(
         corpus=prepared.samples.identity,
@@ -93,7 +82,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         corpus_name=config.data.title,
         model_name=describe_model(prepared.shape),
     )
-    checkpoint = world.together(lambda: _find(config, resume, identity))
+    checkpoint = world.first(lambda: find_resumed(config, resume, identity, world))
     saved = world.first(lambda: {} if checkpoint is None else dict(read_progress(checkpoint).settings))
     limits = decide_limits(config, world, saved)
     config = limits.resolved(config)
@@ -108,31 +97,64 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             device=world.device.type,
         )
     )
-    settings = {**_lasting(config), **limits.to_settings()}
+    settings = {**lasting_settings(config), **limits.to_settings()}
     evaluated = world.prepare_together("evaluation data", lambda: _prepare_evaluation(prepared, screen))
     forward = None if evaluated is None else world.first(lambda: evaluation_task(evaluated, task))
     executor = build_executor(prepared, world, dtype=dtype, streaming=task.streaming)
     optimizer = make_optimizer(executor.root, config.train, fused=world.device.type == "cuda")
     start = Progress(step=0, data=DataState(), settings=settings)
     if checkpoint is not None:
-        start = world.together(
-            lambda: load_checkpoint(
-                checkpoint, executor.root, optimizer, identity=identity, control_group=world.control
+        with screen.progress("resuming", None):
+            start = world.together(
+                lambda: load_checkpoint(
+                    checkpoint, executor.root, optimizer, identity=identity, control_group=world.control
+                )
             )
-        )
-        world.together(lambda: _same_settings(checkpoint, start, config, prepared))
+        ended = start.step == prepared.num_steps and world.num_restarts > 0  # a rank died after the last step
+        world.together(lambda: None if ended else refuse_other_settings(checkpoint, start, config, prepared))
         start = dataclasses.replace(start, settings=settings)
     locks: list[FileLock] = []  # held until the process ends
-    folder, changes = world.first(lambda: _open_folder(config, checkpoint, start.step, locks))
-    screen.say(_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
+    folder, changes = world.first(lambda: open_run_folder(config, checkpoint, start.step, world.job, locks))
+    screen.say(run_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
+    records: list[Records] = []  # rank 0's
+    world.first(lambda: records.append(Records(config, folder, start.step)))
+    saver = Saver(
+        world,
+        folder,
+        executor.root,
+        optimizer,
+        identity,
+        model=prepared.model.to_json_string(use_diff=False),
+        keep=config.train.keep_checkpoints,
+        background=config.train.save_in_background,
+        timeout_s=config.cluster.timeout_s,
+    )
+    trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
     evaluator = None
     if evaluated is not None and forward is not None:
         evaluator = Evaluator(evaluated, forward, world, executor)
-    trace = world.together(lambda: TraceFiles.open(folder, config.train.trace_steps, task, world.rank, start.step))
-    loop = _Loop(prepared, task, world, executor, optimizer, identity, folder, screen, trace, evaluator)
-    with screen.progress("training", prepared.num_steps, start.step) as bar:
-        loop.run(start, bar)
-    loop.finish()
+    peak = task.cost().profile.peak_flops_per_s if dtype == torch.bfloat16 else None
+    with Requests() as requests, Watchdog(world, executor.place, requests, config.train.stall_s) as watchdog:
+        loop = _Loop(
+            prepared,
+            task,
+            world,
+            executor,
+            optimizer,
+            folder,
+            screen,
+            saver,
+            requests,
+            watchdog,
+            trace,
+            evaluator,
+            peak,
+        )
+        stopped = loop.run(start, records)
+        with watchdog.resting():
+            loop.finish(stopped)
+    for record in records:
+        record.close()
     return 0
 
 
@@ -142,7 +164,7 @@ def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Pr
     Raises:
         NestspError: Something a user can mend, on every rank.
     """
-    with screen.progress("preparing data", None) as bar:
+    with screen.progress("preparing data", None, lines=True) as bar:
         prepared = world.prepare_together("data", lambda: prepare(config, world.cluster, bar.set), bar.set)
     if len(set(world.gather(prepared.samples.identity))) > 1:
         raise everywhere(
@@ -155,8 +177,18 @@ def prepare_with_progress(config: RunConfig, world: World, screen: Screen) -> Pr
 
 
 def _prepare_evaluation(prepared: Prepared, screen: Screen) -> Prepared | None:
-    with screen.progress("tokenising data.eval", None) as bar:
+    with screen.progress("tokenising data.eval", None, lines=True) as bar:
         return prepare_evaluation(prepared, bar.set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step leaves to the loop."""
+
+    record: StepMetrics
+    plan: Plan
+    after: DataState
+    reports: tuple[RankReport, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,111 +198,165 @@ class _Loop:
     world: World
     executor: Executor
     optimizer: torch.optim.AdamW
-    identity: RunIdentity
     folder: Path
     screen: Screen
+    saver: Saver
+    requests: Requests
+    watchdog: Watchdog
     trace: TraceFiles
-    evaluator: Evaluator | None = None
-    checkpoint: Path | None = None
+    evaluator: Evaluator | None
+    peak_flops_per_s: float | None
 
-    def run(self, start: Progress, bar: Bar) -> None:
-        """All steps from a place on."""
+    def run(self, start: Progress, records: Sequence[Records]) -> str | None:
+        """All steps from a place on, or those until the run is asked to end.
+
+        Returns:
+            Why it ended before its last step; None if it did not.
+        """
+        try:
+            with self.screen.progress("training", self.prepared.num_steps, start.step) as bar:
+                return self._run(start, records, bar)
+        except NestspError as error:
+            if error.raised_on_all_ranks:  # then no rank is missing, and what is being saved can be
+                with contextlib.suppress(CheckpointError):
+                    self.saver.finish()
+                self.saver.close()
+            raise
+
+    def _run(self, start: Progress, records: Sequence[Records], bar: Bar) -> str | None:
         num_steps = self.prepared.num_steps
         feed = PlanFeed(self.prepared, self.task, self.world, self.executor, start.data, num_steps - start.step)
-        metrics, plans = self._open_records(start.step)
         speed = SpeedMeter()
         every = self.prepared.config.train.checkpoint_every
-        progress = start
+        progress, stopped = start, None
         for step in range(start.step + 1, num_steps + 1):
-            record, plan, after = self._step(step, progress.data, feed, speed)
-            if metrics is not None and plans is not None:
-                metrics.write(record)
-                plans.write({"step": step, **plan.to_json()})
-            self.screen.say(record.line(num_steps))
+            done = self._step(step, progress.data, feed, speed)
+            for record in records:
+                record.write(done.record, done.plan)
+            self.screen.say(done.record.line(num_steps))
             bar.set(step, num_steps)
-            progress = Progress(step=step, data=after, settings=start.settings)
+            progress = Progress(step=step, data=done.after, settings=start.settings)
             self._evaluate(step)
-            if step == num_steps or (every is not None and step % every == 0):
-                self._save(progress)
+            stopped = self._why_stop(done.reports)
+            last = step == num_steps or stopped is not None
+            asked = any(report.save for report in done.reports)
+            if last or asked or (every is not None and step % every == 0):
+                self._save(progress, asked=asked and not last)
+            elif all(report.saved for report in done.reports):
+                self.saver.finish()
+            if stopped is not None:
+                break
         feed.close()
+        return stopped if progress.step < num_steps else None
+
+    def finish(self, stopped: str | None) -> None:
+        """Wait for the last save, export what has come to its end, and say where everything is."""
+        self.executor.place.task = "saves"
+        with self.screen.progress("saving", None):
+            self.saver.finish()
+            self.saver.close()
+        rows = [
+            ("metrics", [str(self.folder / METRICS)]),
+            ("plans", [str(self.folder / PLANS)]),
+            ("settings", [str(self.folder / "config.yaml")]),
+        ]
+        if self.saver.checkpoint is not None:
+            rows.append(("checkpoint", [str(self.saver.checkpoint)]))
+        if stopped is not None:
+            rows.insert(0, ("ended", [f"{stopped}; --resume auto goes on from here"]))
+        elif self.prepared.config.train.export:
+            exported = self.folder / "hf"
+            with self.screen.progress("exporting", None):
+                self.world.together(
+                    lambda: export_hugging_face(
+                        self.executor.root,
+                        self.prepared.model,
+                        exported,
+                        rank=self.world.rank,
+                        control_group=self.world.control,
+                        lora=self.prepared.config.train.lora,
+                    )
+                )
+            rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
+            self._export_adapter(rows)
+        self.screen.say("\n" + aligned(rows))
+
+    def _export_adapter(self, rows: list[tuple[str, list[str]]]) -> None:
+        config = self.prepared.config
+        if (lora := config.train.lora) is None:
+            return
+        adapter = self.folder / "adapter"
+        self.world.together(
+            lambda: export_adapter(
+                self.executor.root,
+                lora,
+                adapter,
+                rank=self.world.rank,
+                control_group=self.world.control,
+                base=config.model.path,
+            )
+        )
+        rows.append(("adapter", [f"{adapter} (PEFT reads it; the model above has it merged)"]))
 
     def _evaluate(self, step: int) -> None:
         every, num_steps = self.prepared.config.train.eval_every, self.prepared.num_steps
         if self.evaluator is None or not (step == num_steps or (every is not None and step % every == 0)):
             return
+        self.executor.place.task = "evaluates"
         self.screen.say(f"evaluating after step {step} ...")
         result = self.evaluator.run(step)
         self.screen.say(result.line(num_steps))
         if self.world.is_first:
-            records = JsonLines.resume(self.folder / _EVALUATIONS, step - 1)
+            records = JsonLines.resume(self.folder / EVALUATIONS, step - 1)
             records.write(result)
             records.close()
 
-    def _save(self, progress: Progress) -> None:
-        self.checkpoint = self.world.together(
-            lambda: save_checkpoint(
-                self.folder,
-                self.executor.root,
-                self.optimizer,
-                progress,
-                self.identity,
-                control_group=self.world.control,
-            )
-        )
+    def _save(self, progress: Progress, *, asked: bool) -> None:
+        self.executor.place.task = "saves"
+        with self.watchdog.resting():
+            self.saver.begin(progress)
+        if asked:
+            self.screen.say(f"step {progress.step} is being saved, as SIGUSR1 asked")
 
-    def finish(self) -> None:
-        """Export, and say where everything is."""
-        rows = [
-            ("metrics", [str(self.folder / _METRICS)]),
-            ("plans", [str(self.folder / _PLANS)]),
-            ("settings", [str(self.folder / "config.yaml")]),
-        ]
-        if self.checkpoint is not None:
-            rows.append(("checkpoint", [str(self.checkpoint)]))
-        if self.prepared.config.train.export:
-            exported = self.folder / "hf"
-            self.world.together(
-                lambda: export_hugging_face(
-                    self.executor.root,
-                    self.prepared.model,
-                    exported,
-                    rank=self.world.rank,
-                    control_group=self.world.control,
-                )
-            )
-            rows.append(("model", [f"{exported} (AutoModelForCausalLM.from_pretrained reads it)"]))
-        self.screen.say("\n" + aligned(rows))
+    def _why_stop(self, reports: Sequence[RankReport]) -> str | None:
+        """The reason to end after this step, known to all ranks alike; None to go on."""
+        told = [rank for rank, report in enumerate(reports) if report.stop]
+        if not told:
+            return None
+        if self.world.is_first and self._stop_file.exists():
+            self._stop_file.unlink(missing_ok=True)
+            return f"as the file {self._stop_file} asked"
+        return f"as a signal to {'all ranks' if len(told) == len(reports) else f'rank {told[0]}'} asked"
 
-    def _run(self, plan: Plan, total_weight: float) -> tuple[Tensor, float | None]:
-        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
-        local = self.executor.load(plan, self.prepared.samples.read)
-        kind = self.prepared.config.train.router_loss
-        if kind == "off":
-            return self.executor.run(local).double(), None
-        scale = router_loss_coefficient(self.prepared) * total_weight
-        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
-        return loss_sum.double(), router_loss
+    @property
+    def _stop_file(self) -> Path:
+        return self.folder / STOP
 
-    def _step(
-        self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter
-    ) -> tuple[StepMetrics, Any, DataState]:
-        config = self.prepared.config.train
+    def _step(self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter) -> _Step:
+        config, place = self.prepared.config.train, self.executor.place
+        place.step, place.task = step, "waits for its plan"
         before_plan = time.perf_counter()
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
         start = time.perf_counter()
         self.executor.timer.begin()
+        place.task = "reads its tokens"
+        local = self.executor.load(plan, self.prepared.samples.read)
+        loaded = time.perf_counter()
+        place.task = "runs"
         targets = self.prepared.samples.targets(plan.batch)
-        loss_sum, router_loss = self._run(plan, targets.weight)
+        loss_sum, router_loss = self._run_batch(local, targets.weight)
         turns = self.executor.timer.take()
-        sums = torch.stack([loss_sum, *loss_sum.new_tensor([attention_s(turns), waited_s(turns)])])
-        dist.all_reduce(sums)
-        total_loss, in_attention_s, waiting_s = sums.tolist()
-        num_ranks = self.world.cluster.num_ranks
+        place.task = "waits for the other ranks' losses"
+        reports = exchange_reports(
+            self._report(loss_sum, loaded - start, turns), self.world.device, self.world.cluster.num_ranks
+        )
+        total_loss = sum(report.loss_sum for report in reports)
+        place.task = "updates the weights"
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if targets.weight:
-            loss = _finite("loss", total_loss / targets.weight, step)
+            loss = self._finite("loss", total_loss / targets.weight, step, local)
             norm = update(
                 self.executor.root,
                 self.optimizer,
@@ -278,13 +364,17 @@ class _Loop:
                 max_grad_norm=config.max_grad_norm,
                 lr=lr,
             )
-            _finite("gradient norm", norm, step)
+            self._finite("gradient norm", norm, step, local)
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - start
         self.trace.write(step, turns)
         estimated_s = speed.estimate_s(planned.makespan_s)
         speed.add(planned.makespan_s, step_s)
+        self.watchdog.step_took(step_s)
+        flops = _FORWARD_AND_BACKWARD * sum(sequence_work(self.prepared.shape, n).total for n in plan.batch.lengths)
+        rate = flops / step_s / len(reports)
+        fullest = max(range(len(reports)), key=lambda rank: reports[rank].peak_memory_bytes)
         record = StepMetrics(
             step=step,
             epoch=data.epoch,
@@ -296,219 +386,58 @@ class _Loop:
             num_tokens=plan.batch.num_tokens,
             num_targets=targets.number,
             tokens_per_s=plan.batch.num_tokens / step_s,
+            tokens_per_s_per_rank=plan.batch.num_tokens / step_s / len(reports),
+            flops_per_s_per_rank=rate,
+            mfu=None if self.peak_flops_per_s is None else rate / self.peak_flops_per_s,
             step_s=step_s,
             estimated_s=estimated_s,
             makespan_s=planned.makespan_s,
             gap_to_bound=planned.gap,
             planning_s=planned.planning_s,
-            attention_s=in_attention_s / num_ranks,
-            exposed=waiting_s / num_ranks / step_s,
+            attention_s=sum(report.attention_s for report in reports) / len(reports),
+            exposed=sum(report.waited_s for report in reports) / len(reports) / step_s,
             wait_s=start - before_plan,
+            save_s=self.saver.take_wait_s(),
+            load_s=max(report.load_s for report in reports),
+            peak_memory_bytes=int(reports[fullest].peak_memory_bytes),
+            peak_memory_rank=fullest,
             imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
-        return record, plan, taken.after
+        return _Step(record, plan, taken.after, reports)
 
-    def _open_records(self, last_step: int) -> tuple[JsonLines | None, JsonLines | None]:
-        if not self.world.is_first:
-            return None, None
-        return (
-            JsonLines.resume(self.folder / _METRICS, last_step),
-            JsonLines.resume(self.folder / _PLANS, last_step),
+    def _run_batch(self, local: LocalBatch, total_weight: float) -> tuple[float, float | None]:
+        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
+        kind = self.prepared.config.train.router_loss
+        if kind == "off":
+            return self.executor.run(local).item(), None
+        scale = router_loss_coefficient(self.prepared) * total_weight
+        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
+        return loss_sum.item(), router_loss
+
+    def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
+        save = self.requests.take_save()
+        return RankReport(
+            loss_sum=loss_sum,
+            attention_s=attention_s(turns),
+            waited_s=waited_s(turns),
+            load_s=load_s,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+            stop=self.requests.stop is not None or (self.world.is_first and self._stop_file.exists()),
+            save=save,
+            saved=self.saver.ended,
         )
 
-
-def _find(config: RunConfig, resume: str | None, identity: RunIdentity) -> Path | None:
-    """The checkpoint to go on from, known to be whole and of this run."""
-    if resume is None:
-        return None
-    if resume == "auto":
-        where = latest_run_folder(Path(config.runs_dir), config.name)
-    else:
-        where = Path(resume)
-        if where.name in ("", ".."):  # its parents are not in the path
-            where = where.resolve()
-        if not where.exists():
-            raise CheckpointError(
-                f"--resume is {resume}, but there is nothing there; give a run's folder, a checkpoint's, or auto"
-            )
-    found = find_checkpoint(where)
-    validate_checkpoint(found, identity)
-    return found
-
-
-def _finite(what: str, value: float, step: int) -> float:
-    if not math.isfinite(value):
-        raise everywhere(  # both are sums over all ranks
-            NumericsError(
-                f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, so "
-                "lower train.learning_rate, or look at the step's samples, and resume from a checkpoint before it"
-            )
-        )
-    return value
-
-
-def _lasting(config: RunConfig) -> dict[str, object]:
-    """Settings that must stay the same for a resumed run to see the same batches."""
-    data = config.data
-    return {
-        "data.seed": data.seed,
-        "data.tokens_per_step": data.tokens_per_step,
-        "data.sequences_per_step": data.sequences_per_step,
-    }
-
-
-def _same_settings(checkpoint: Path, start: Progress, config: RunConfig, prepared: Prepared) -> None:
-    for key, value in _lasting(config).items():
-        saved = start.settings.get(key)
-        if saved != value:
-            raise CheckpointError(
-                f"{checkpoint.name} was saved with {key} = {saved}, but this run has {value}, so its place in the data "
-                "means nothing here; set it back, or begin a new run without --resume"
-            )
-    if start.step >= prepared.num_steps:
-        raise CheckpointError(
-            f"{checkpoint.name} is at step {start.step}, but the run ends at step {prepared.num_steps}; raise train."
-            f"{'epochs' if config.train.steps is None else 'steps'} to go on"
-        )
-
-
-def _open_folder(
-    config: RunConfig, checkpoint: Path | None, step: int, locks: list[FileLock]
-) -> tuple[Path, tuple[str, ...]]:
-    """The run's folder with its settings in it: the one that a checkpoint is the latest of, else a new one.
-
-    The folder is locked, so that two jobs never write into one. Settings of an earlier start stay beside the new ones.
-
-    From an older checkpoint, or one that lies elsewhere, a new run begins, with the records up to there, if any: what
-    the first run wrote after it stays as it is.
-
-    Returns:
-        The folder, and what was set otherwise at the start before, as ``key old → new``.
-    """
-    old = None if checkpoint is None or checkpoint.parent.name != CHECKPOINTS else checkpoint.parent.parent
-    if old is not None and find_checkpoint(old) == checkpoint:
-        folder = old
-    else:
-        folder = new_run_folder(Path(config.runs_dir), config.name)
-    changes: tuple[str, ...] = ()
-    try:
-        lock = FileLock(folder / ".lock")
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise ConfigError(
-                f"the run's folder is {folder}, but another job is training in it; end that one first, or begin a new "
-                "run without --resume"
-            ) from None
-        locks.append(lock)
-        for name in (_METRICS, _PLANS, _EVALUATIONS) if old not in (None, folder) else ():
-            if old is not None and (old / name).exists():
-                shutil.copyfile(old / name, folder / name)
-        before = (old or folder) / "config.yaml"
-        if before.exists():
-            changes = _changed(before.read_text(encoding="utf-8"), config)
-            if changes and old == folder:
-                shutil.copyfile(before, folder / f"config-before-step-{step + 1:06d}.yaml")
-        written = folder / ".config.yaml"
-        written.write_text(to_yaml(config), encoding="utf-8")
-        written.replace(folder / "config.yaml")
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder is {folder}, but it cannot be written: {error.strerror}; make room, or set runs_dir to "
-            "another folder"
-        ) from None
-    return folder, changes
-
-
-def _changed(before: str, config: RunConfig) -> tuple[str, ...]:
-    """Settings that differ from those of an earlier start, as ``key old → new``."""
-    try:
-        old = parse_config(before)
-    except ConfigError:  # of another version
-        return ("config.yaml of the start before is of another version",)
-    was, now = _flat(old.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    return tuple(f"{key} {was.get(key)} → {now.get(key)}" for key in {**was, **now} if was.get(key) != now.get(key))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _banner(
-    prepared: Prepared,
-    task: PlanningTask,
-    limits: Limits,
-    world: World,
-    executor: Executor,
-    dtype: torch.dtype,
-    folder: Path,
-    checkpoint: Path | None,
-    start: Progress,
-    changes: tuple[str, ...],
-) -> str:
-    config = prepared.config
-    device = platform.machine() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    cap, cost = task.max_tokens_per_rank, task.cost()
-    chosen = " (chosen over a sample of batches)" if config.planner.degree is None else ""
-    degree = "" if task.degree is None else f", degree {task.degree}{chosen}"
-    rows = [
-        ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
-        ("model", [describe_model(prepared.shape)]),
-        (
-            "ranks",
-            [
-                f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
-                f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
-                f"FSDP2 over all ranks; {_RECOMPUTE[config.train.recompute]} in backward",
-            ],
-        ),
-        ("tree", draw_tree(prepared.tree)),
-        ("planner", [f"{task.planner}{degree}" + ("" if task.streaming else "; groups one after the other")]),
-        ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
-        (
-            "memory",
-            [
-                f"{format_bytes(limits.memory_per_rank_bytes)} a rank may use ({limits.source}), "
-                f"{format_bytes(cost.memory.fixed)} of them before any token"
-            ],
-        ),
-        (
-            "cap",
-            [
-                "none but memory"
-                if cap is None
-                else f"{format_count(cap)} tokens a rank holds in one microbatch, after splitting "
-                f"(a sequence of {format_count(cap * prepared.tree.num_ranks)} fits on all ranks together)"
-            ],
-        ),
-        (
-            "data",
-            [
-                *prepared.samples.describe_sources(),
-                *prepared.samples.counts.describe().split("; "),
-            ],
-        ),
-        (
-            "steps",
-            [
-                steps_arithmetic(
-                    num_samples=prepared.stream.num_samples,
-                    steps_in_epoch=prepared.stream.steps_in_epoch(0),
-                    num_steps=prepared.num_steps,
-                    tokens_per_step=config.data.tokens_per_step,
-                    sequences_per_step=config.data.sequences_per_step,
+    def _finite(self, what: str, value: float, step: int, local: LocalBatch) -> float:
+        if not math.isfinite(value):  # on all ranks alike: both are sums over all of them
+            self.executor.place.task = "looks for the number that is not finite"
+            where = trace_nonfinite(self.executor, local, self.world, self.folder, step)
+            raise everywhere(
+                NumericsError(
+                    f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, "
+                    "so lower train.learning_rate, or look at the step's samples, and resume from a checkpoint before "
+                    f"it; {where}"
                 )
-            ]
-            + ([f"going on after step {start.step}"] if start.step else [])
-            + [f"changed since the start before: {change}" for change in changes],
-        ),
-    ]
-    return f"nestsp {importlib.metadata.version('nestsp')}\n{aligned(rows)}\n"
+            )
+        return value

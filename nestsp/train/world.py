@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nestsp import errors
@@ -40,6 +41,9 @@ class World:
         device: Where this rank computes.
         backend: Names of the communication backends.
         control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
+        store: The launcher's key-value store, which needs no other rank to be awake; None if there is none.
+        job: The launcher's name for this job.
+        num_restarts: How often the launcher has started the job's ranks anew.
     """
 
     rank: int
@@ -48,6 +52,9 @@ class World:
     device: torch.device
     backend: str
     control: dist.ProcessGroup
+    store: Store | None = None
+    job: str = ""
+    num_restarts: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -202,7 +209,20 @@ def join_world(config: ClusterConfig) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's store outlives its ranks, and what the ranks before a restart left in it would mislead these: gloo
+        # would wait for ports that are gone.
+        store = PrefixStore(f"nestsp-{num_restarts}", _connect(timeout))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank if store is not None else -1,
+        world_size=num_ranks if store is not None else -1,
+        timeout=timeout,
+        device_id=device if kind == "cuda" else None,
+    )
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     numbers: list[Any] = [None] * num_ranks
@@ -215,4 +235,20 @@ def join_world(config: ClusterConfig) -> World:
             )
         )
     cluster = Cluster(num_ranks // ranks_per_host, ranks_per_host)
-    return World(rank, local_rank, cluster, device, "nccl" if kind == "cuda" else "gloo", control)
+    return World(
+        rank,
+        local_rank,
+        cluster,
+        device,
+        "nccl" if kind == "cuda" else "gloo",
+        control,
+        # A connection of its own: the watchdog must not wait behind what hangs in another.
+        PrefixStore(f"nestsp-watchdog-{num_restarts}", _connect(timedelta(seconds=10))),
+        os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        num_restarts,
+    )
+
+
+def _connect(timeout: timedelta) -> Store:
+    """A new connection to the launcher's store, or to rank 0's where the launcher has none."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

@@ -35,19 +35,23 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
     placed: list[dict[Group, list[int]]] = [{} for _ in range(random.randint(1, 3))]
     for position in random.sample(range(num_sequences), num_sequences):
         placed[random.randrange(len(placed))].setdefault(random.choice(groups), []).append(position)
-    keeps: tuple[Keep, ...] = ("none", "output")
     microbatches = tuple(
         Microbatch(
-            tuple(
-                Placement(g, tuple(s), random.choice(ring_degrees(g)), random.choice(keeps))
-                for g, s in sorted(groups_of.items())
-            ),
+            tuple(draw_placement(random, g, tuple(s)) for g, s in sorted(groups_of.items())),
             random.choice((0, 0, 1)),
         )
         for groups_of in placed
     )
     plan = Plan(tree, batch, microbatches, tuple(range(tree.num_levels)), "test")
     return replace(plan, level_order=tuple(random.sample(plan.level_order, tree.num_levels)))
+
+
+def draw_placement(random: Random, group: Group, sequences: tuple[int, ...]) -> Placement:
+    """Any kind, and Ulysses in up to three slices, also where a rank has fewer heads."""
+    keeps: tuple[Keep, ...] = ("none", "output")
+    ring_degree = random.choice(ring_degrees(group))
+    sliced = group.degree > 1 and ring_degree == 1
+    return Placement(group, sequences, ring_degree, random.choice(keeps), random.choice((1, 2, 3)) if sliced else 1)
 
 
 def ring_degrees(group: Group) -> list[int]:

@@ -42,7 +42,7 @@ from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
 from nestsp.schedule import Pass, num_exchanges
-from nestsp.shape import ModelShape, head_shares
+from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import rank_spans
 from nestsp.train.parallelize import make_mesh, shard_root
 
@@ -439,11 +439,14 @@ def count_faults(plan: Plan, shape: ModelShape, logs: Sequence[Log]) -> list[str
 
 
 def num_kernel_calls(plan: Plan, placement: Placement, rank: int, shape: ModelShape) -> int:
-    """One for each ring member of whose keys this rank's queries see any, if it has a head to work for."""
+    """One for each ring member of whose keys this rank's queries see any, or slice in which it has a head."""
     group, ring_degree = placement.group, placement.ring_degree
     inside = group.degree // ring_degree
     member, place = divmod(rank - group.first_rank, inside)
-    if not head_shares(shape.num_heads, shape.num_kv_heads, inside)[place].query:
+    heads = head_shares(shape.num_heads, shape.num_kv_heads, inside)
+    if ring_degree == 1:
+        return sum(bool(slice_of[place].query) for slice_of in head_slices(heads, placement.num_slices))
+    if not heads[place].query:
         return 0
     (microbatch,) = (n for n, microbatch in enumerate(plan.microbatches) if placement in microbatch.placements)
     held: list[list[tuple[int, int]]] = [[] for _ in range(ring_degree)]

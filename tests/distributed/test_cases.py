@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -296,9 +297,13 @@ def sent_bytes(rank: int, num_ranks: int, case: Case) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 4), (8, 1)])
 def test_D15_keys_and_values_travel_compact(pool: RankPool, keep: Any, heads: int, kv_heads: int) -> None:
     plan = plan_of((4,), (29, 3), {(0, 0): [0, 1]}, keep=keep)
+    (microbatch,) = plan.microbatches
+    placement = replace(microbatch.placements[0], num_slices=2)
+    sliced = replace(plan, microbatches=(replace(microbatch, placements=(placement,)),))
     keys = {**QWEN3, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    for ((measured, expected),) in pool.run(sent_bytes, Case(keys, plan.to_json())):
-        assert measured == expected
+    for each in (plan, sliced):  # slices of heads carry the same, in more exchanges
+        for ((measured, expected),) in pool.run(sent_bytes, Case(keys, each.to_json())):
+            assert measured == expected
 
 
 def test_D15_a_quarter_of_the_key_value_heads_is_a_quarter_of_their_bytes() -> None:

@@ -47,6 +47,7 @@ from nestsp.train.checkpoint import (
     load_checkpoint,
     model_digest,
     read_manifest,
+    run_state,
     save_checkpoint,
 )
 from nestsp.train.parallelize import shard_root
@@ -96,9 +97,8 @@ class Trainee:
         return state
 
     def save(self, folder: Path, progress: Progress) -> Path:
-        return save_checkpoint(
-            folder, self.executor.root, self.optimizer, progress, self.identity, control_group=self.control
-        )
+        state = run_state(self.executor.root, self.optimizer, progress)
+        return save_checkpoint(folder, state, self.identity, control_group=self.control)
 
     def load(self, path: Path, identity: RunIdentity | None = None) -> Progress:
         return load_checkpoint(

@@ -126,6 +126,26 @@ def test_heads_need_not_divide_by_ranks(pool: RankPool) -> None:
     check(pool, cases)
 
 
+def test_slices_of_heads_give_the_gradients_of_one_process(pool: RankPool) -> None:
+    """Also more slices than heads, beside groups in one piece, and in layers that are kept."""
+    cases = []
+    for heads, kv_heads, num_slices in ((6, 3, 2), (8, 1, 3), (3, 3, 4), (28, 4, 2)):
+        keys = {**QWEN3, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        for keep in ("none", "output"):
+            plan = keeping(nested_plan(GroupTree((2, 2)), keep=keep), 0, 1, 2)
+            sliced = tuple(
+                replace(
+                    m,
+                    placements=tuple(
+                        replace(p, num_slices=num_slices) if p.group.level == 0 else p for p in m.placements
+                    ),
+                )
+                for m in plan.microbatches
+            )
+            cases.append(Case(keys, replace(plan, microbatches=sliced).to_json()))
+    check(pool, cases)
+
+
 def test_variants_of_llama_give_the_gradients_of_one_process(pool: RankPool) -> None:
     variants: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
     plan = nested_plan(GroupTree((2, 2))).to_json()

@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nestsp.attention import ring, streaming, ulysses
@@ -146,3 +148,34 @@ def test_a_rank_that_issues_and_waits_by_readiness_hangs_and_is_caught(pool: Ran
     with pytest.raises(RankTimeout) as hung:
         pool.run(outcomes_by_readiness, seeds[2], ranks=NUM_RANKS, timeout_s=15.0)
     assert any("in wait" in stack and "in close" in stack for stack in hung.value.stacks.values())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written is NaN, whatever its type: every byte is 255."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            tensor.view(torch.uint8).fill_(255)
+        return tensor
+
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
+    with (
+        patch.object(torch, "empty", lambda *args, **kwargs: fill(empty(*args, **kwargs))),
+        patch.object(torch, "empty_like", lambda *args, **kwargs: fill(empty_like(*args, **kwargs))),
+        patch.object(Tensor, "new_empty", lambda *args, **kwargs: fill(new_empty(*args, **kwargs))),
+    ):
+        assert torch.empty(3).isnan().all()
+        yield
+
+
+def outcomes_poisoned(rank: int, num_ranks: int, seeds: Sequence[int]) -> list[str]:
+    with poisoned():
+        return outcomes(rank, num_ranks, seeds, None)
+
+
+def test_what_nobody_has_written_is_never_read(pool: RankPool) -> None:
+    """There are no pads; buffers, unused rows and the filler token's results are all there is beside the tokens."""
+    seeds = range(8)
+    right = pool.run(outcomes, seeds, None, ranks=NUM_RANKS, timeout_s=100.0)
+    assert pool.run(outcomes_poisoned, seeds, ranks=NUM_RANKS, timeout_s=100.0) == right

@@ -15,20 +15,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from nestsp.cli.export import export_checkpoint
 from nestsp.cli.trace import trace_run
 from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, load_config
-from nestsp.errors import ConfigError, NestspError
+from nestsp.errors import CheckpointError, ConfigError, NestspError
+from nestsp.execute.executor import Executor
+from nestsp.model.adapter import decoder_layers
 from nestsp.plan import Plan
 from nestsp.report.measured import TimedTurn
 from nestsp.schedule import Pass, make_schedule
 from nestsp.train import trainer
+from nestsp.train.setup import build_executor
 from nestsp.train.world import World
 from tests.distributed.pool import RankPool
 from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write_corpus
@@ -162,13 +169,51 @@ def test_a_step_that_was_run_but_not_saved_is_run_again_and_told_once(
     assert read_lines(run / "plans.jsonl") == read_lines(finished / "runs" / "tiny-1" / "plans.jsonl")
 
 
-def test_resuming_on_fewer_ranks_gives_the_same_losses_up_to_rounding(
-    finished: Path, train: Train, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "ranks", "overrides"),
+    [
+        (4, 2, ("planner.max_tokens_per_rank=100",)),
+        (7, 3, ("planner.name=basp", "train.save_in_background=false")),
+        (1, 4, ("planner.name=static", "planner.degree=4", "train.keep_checkpoints=1")),
+    ],
+)
+def test_resuming_on_other_ranks_or_by_another_planner_takes_the_same_samples_and_gives_the_same_losses(
+    finished: Path, train: Train, tmp_path: Path, step: int, ranks: int, overrides: tuple[str, ...]
 ) -> None:
-    run = stop_at(finished, tmp_path, 4)
-    train("cluster.ranks=2", "planner.max_tokens_per_rank=100", resume="auto", ranks=2)
-    assert losses(run)[:4] == losses(finished / "runs" / "tiny-1")[:4]
-    assert losses(run) == pytest.approx(losses(finished / "runs" / "tiny-1"), abs=ROUNDING)
+    """G3, G5, G8: up to rounding; also in the second epoch."""
+    run, straight = stop_at(finished, tmp_path, step), finished / "runs" / "tiny-1"
+    train(f"cluster.ranks={ranks}", *overrides, resume="auto", ranks=ranks)
+    assert losses(run)[:step] == losses(straight)[:step]
+    assert losses(run) == pytest.approx(losses(straight), abs=ROUNDING)
+    assert [plan.batch for plan in read_plans(run)] == [plan.batch for plan in read_plans(straight)]
+    if "train.keep_checkpoints=1" in overrides:
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000009"]
+
+
+def test_a_checkpoint_is_exported_without_its_run_as_the_run_exports_it(finished: Path, tmp_path: Path) -> None:
+    run = finished / "runs" / "tiny-1"
+    copy = shutil.copytree(run / "checkpoints" / "step-000009", tmp_path / "copy")
+    export_checkpoint(copy, tmp_path / "out", "float32", None)
+    assert contents(tmp_path / "out") == contents(run / "hf")
+    export_checkpoint(run, tmp_path / "half", "bfloat16", None)
+    half = safetensors.torch.load_file(tmp_path / "half" / "model.safetensors")
+    for name, tensor in safetensors.torch.load_file(run / "hf" / "model.safetensors").items():
+        assert torch.equal(half[name], tensor.to(torch.bfloat16))
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_export_refuses_what_it_cannot_read_or_would_replace(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished / "runs" / "tiny-1" / "checkpoints" / "step-000009", tmp_path / "copy")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is there and is no exported model"):
+        export_checkpoint(copy, tmp_path / "notes", "float32", None)
+    with pytest.raises(ConfigError, match="--dtype is 'int8', but it must be float32 or bfloat16"):
+        export_checkpoint(copy, tmp_path / "out", "int8", None)
+    (copy / "model.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.json has 2 bytes, but"):
+        export_checkpoint(copy, tmp_path / "out", "float32", None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_an_older_checkpoint_a_new_run_begins_and_the_first_stays_as_it_was(
@@ -251,13 +296,21 @@ def test_a_truncated_checkpoint_is_refused(finished: Path, refuse: Refuse, tmp_p
     ("resume", "said"),
     [
         ("nowhere", "--resume is nowhere, but there is nothing there"),
-        ("auto", "there is no run tiny-<n> in 'runs'"),
         ("corpus.jsonl", "it holds no whole checkpoint"),
     ],
 )
 def test_a_place_without_a_checkpoint_is_refused(refuse: Refuse, tmp_path: Path, resume: str, said: str) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
     assert said in refuse("CheckpointError", resume=resume)
+
+
+def test_auto_begins_a_run_where_there_is_none_and_where_the_latest_has_no_checkpoint(
+    train: Train, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        train("train.steps=2", "train.export=false", "train.checkpoint_every=null", resume="auto")
+        assert len(losses(tmp_path / "runs" / f"tiny-{number}")) == 2
+        shutil.rmtree(tmp_path / "runs" / f"tiny-{number}" / "checkpoints")
 
 
 @pytest.mark.parametrize("where", ["corpus.jsonl/runs", "corpus.jsonl"])
@@ -275,7 +328,51 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: 
     assert refusal.kind == "NumericsError"
     assert refusal.said_once
     assert "of step 2 is nan, but it must be finite; no weight was changed by this step" in refusal.sentence
+    assert re.search(
+        r"; first seen on rank \d in microbatch 0, in .*; its inputs are in runs/tiny-1/nan-000002-\d.saf",
+        (refusal.sentence),
+    )
     assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def train_poisoned(rank: int, num_ranks: int, folder: Path, config: RunConfig, where: str) -> Refusal | None:
+    """Rank 2's layer 1 gives numbers that are none in step 3, which has two microbatches."""
+
+    def build(*args: Any, **kwargs: Any) -> Executor:
+        executor = build_executor(*args, **kwargs)
+
+        def poison(module: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
+            if rank != 2 or executor.place.step != 3 or executor.place.microbatch != 1:
+                return None
+            if where == "forward":
+                return hidden * torch.nan
+            hidden.register_hook(lambda gradient: gradient * torch.nan)
+            return None
+
+        decoder_layers(executor.root)[1].register_forward_hook(poison)
+        return executor
+
+    with patch.object(trainer, "build_executor", build):
+        return train_rank(rank, num_ranks, folder, config, None)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("forward", "the output of layer 1"), ("backward", "the gradient of layer 1's output")]
+)
+def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
+    pool: RankPool, tmp_path: Path, where: str, said: str
+) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null")
+    [refusal] = set(pool.run(train_poisoned, tmp_path, config, where, ranks=4))
+    assert refusal is not None
+    assert refusal.kind == "NumericsError"
+    path = "runs/tiny-1/nan-000003-2.safetensors"
+    assert refusal.sentence.endswith(f"; first seen on rank 2 in microbatch 1, in {said}; its inputs are in {path}")
+    saved = safetensors.torch.load_file(tmp_path / path)
+    assert {"ids", "positions", "targets", "weights"} <= saved.keys()
+    if where == "forward":
+        assert saved["layer_input"].shape == (1, len(saved["ids"]), 32)
 
 
 # --- What a run is, whatever the ranks -----------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nestsp.cli.export import export_checkpoint
 from nestsp.data.samples import open_samples
 from tests.distributed.pool import RankPool
 from tests.distributed.test_trainer import ROUNDING, stop_at, train_rank, working_in
@@ -89,6 +90,8 @@ def test_G22_a_run_with_a_router_loss_resumes_exactly_and_differs_from_one_witho
     assert losses(run)[:different] == losses(plain)[:different]
     assert losses(run)[different] != losses(plain)[different]
     assert values == pytest.approx([2.0] * 6, abs=0.1)  # 2 experts a token: 2 is an even router's
+    export_checkpoint(run, tmp_path / "exported", "float32", None)
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == (run / "hf" / "model.safetensors").read_bytes()
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 3)
     train(pool, tmp_path / "stopped", *more, resume="auto")
     assert losses(stopped) == losses(run)

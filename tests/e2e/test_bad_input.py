@@ -28,7 +28,7 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
             ["train", "nowhere.yaml"],
             "ConfigError: the config is nowhere.yaml, but there is no such file; give the path of a run's YAML",
         ),
-        (["train", "."], "ConfigError: the config . cannot be read: [Errno 21] Is a directory: '.'"),
+        (["train", "."], "ConfigError: the config is ., but that is a folder; give the path of a run's YAML"),
         (
             ["verify", "typo.yaml"],
             "ConfigError: typo.yaml: train.stpes is no setting; did you mean 'steps'?",

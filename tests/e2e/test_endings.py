@@ -20,11 +20,12 @@ from tests.e2e.commands import (
     is_running,
     planning_process,
     ranks_of,
+    refusal,
     run,
     started,
     wait_until,
 )
-from tests.e2e.runs import write_run
+from tests.e2e.runs import losses, write_run
 
 TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 FOR_EVER = ("--set", "train.steps=100000", "--set", "train.checkpoint_every=null")
@@ -91,11 +92,42 @@ def test_a_planning_process_that_is_killed_ends_the_job_with_a_word_about_it(tmp
     "which",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],  # the same path; 8 s of two cores
 )
-def test_a_launcher_that_is_told_to_end_ends_all_its_processes(tmp_path: Path, which: signal.Signals) -> None:
+def test_a_launcher_that_is_told_to_end_saves_its_last_step_and_ends_all_its_processes(
+    tmp_path: Path, which: signal.Signals
+) -> None:
     write_run(tmp_path)
     result = end(tmp_path, "launcher", which)
     assert result.code == 128 + which.value
     assert result.err == f"nestsp: ended by {which.name}\n"
+    last = len(losses(tmp_path / "runs" / "tiny-1"))
+    assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+    assert "\nended       as a signal to all ranks asked; --resume auto goes on from here\n" in result.out
+
+
+def test_a_signal_saves_and_goes_on_and_a_file_saves_and_ends(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run_folder = tmp_path / "runs" / "tiny-1"
+    metrics = run_folder / "metrics.jsonl"
+
+    def saved() -> list[Path]:
+        return [path for path in (run_folder / "checkpoints").glob("step-*") if (path / "manifest.json").exists()]
+
+    with started(tmp_path, "train", "tiny.yaml", *TWO_RANKS, *FOR_EVER) as process:
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "two steps")
+        os.kill(process.pid, signal.SIGUSR1)
+        wait_until(lambda: len(saved()) == 1, "a checkpoint that the launcher was asked for")
+        second = run(tmp_path, "train", "tiny.yaml", *TWO_RANKS, *FOR_EVER, "--resume", "auto")
+        assert "the run's folder is runs/tiny-1, but another job is training in it" in refusal(second)
+        os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
+        wait_until(lambda: len(saved()) == 2, "one that a rank was asked for")
+        (run_folder / "stop").touch()
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    assert len(saved()) == 3
+    assert max(saved()).name == f"step-{len(losses(run_folder)):06d}"
+    assert "as the file runs/tiny-1/stop asked" in out
+    assert not (run_folder / "stop").exists()
+    assert out.count("is being saved, as SIGUSR1 asked") == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")

@@ -31,7 +31,9 @@ from tests.e2e.runs import contents, losses, read_lines, read_plans, tiny, write
 ROUNDING = 2e-5
 TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100")
 KEYS = {
-    "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s", "step_s",
+    "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s",
+    "tokens_per_s_per_rank", "flops_per_s_per_rank", "mfu", "save_s", "load_s", "peak_memory_bytes",
+    "peak_memory_rank", "step_s",
     "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "wait_s",
     "imbalance", "num_microbatches", "num_sequences_by_degree",
 }  # fmt: skip

@@ -48,6 +48,14 @@ def batches(draw: st.DrawFn, max_size: int = 20) -> SequenceBatch:
 
 
 @st.composite
+def placements(draw: st.DrawFn, group: Group, sequences: tuple[int, ...]) -> Placement:
+    """Any kind of attention that the group has."""
+    ring_degree = draw(st.sampled_from([d for d in range(1, group.degree + 1) if group.degree % d == 0]))
+    num_slices = draw(st.integers(1, 4)) if group.degree > 1 and ring_degree == 1 else 1
+    return Placement(group, sequences, ring_degree, draw(st.sampled_from(KEEPS)), num_slices)
+
+
+@st.composite
 def plans(draw: st.DrawFn, max_ranks: int = 64) -> Plan:
     """Any plan that `Plan.check` accepts, not only those a planner would make: groups stay empty at random."""
     tree = draw(trees(max_ranks))
@@ -60,15 +68,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 64) -> Plan:
         used[draw(st.integers(0, num_microbatches - 1))].setdefault(group, []).append(position)
     microbatches = tuple(
         Microbatch(
-            tuple(
-                Placement(
-                    group,
-                    tuple(groups[group]),
-                    draw(st.sampled_from([d for d in range(1, group.degree + 1) if group.degree % d == 0])),
-                    draw(st.sampled_from(KEEPS)),
-                )
-                for group in sorted(groups)
-            ),
+            tuple(draw(placements(group, tuple(groups[group]))) for group in sorted(groups)),
             draw(st.integers(0, 2)),
         )
         for groups in used

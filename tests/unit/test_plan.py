@@ -56,6 +56,12 @@ def test_counts_follow_from_the_placements() -> None:
         (_with(Placement(ROOT, (0, 1), 3)), "has ring degree 3, but it must divide the group's 4 ranks"),
         (_with(Placement(ROOT, (0, 1), 0)), "has ring degree 0"),
         (_with(Placement(ROOT, (0, 1), 1, "all")), "keeps 'all', but it must be 'none' or 'output'"),  # type: ignore[arg-type]
+        (_with(Placement(ROOT, (0, 1), 2, "none", 2)), "has 2 slices at ring degree 2, but only a Ulysses group of se"),
+        (
+            _with(Placement(ROOT, (0,)), Placement(RANK_0, (1,), num_slices=2)),
+            "has 2 slices at ring degree 1, but only",
+        ),
+        (_with(Placement(ROOT, (0, 1), num_slices=0)), "has 0 slices"),
         (replace(PLAN, microbatches=(Microbatch((), -1),)), "keeps -1 layers, but it must be 0 or more"),
         (replace(PLAN, level_order=(0, 1)), "but it must hold each of the tree's 3 levels once"),
         (replace(PLAN, level_order=(0, 1, 1)), "but it must hold each of the tree's 3 levels once"),
@@ -64,6 +70,13 @@ def test_counts_follow_from_the_placements() -> None:
 def test_check_refuses_a_plan_that_breaks_a_rule(plan: Plan, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         plan.check()
+
+
+def test_slices_are_part_of_the_plan_and_plans_without_them_are_read_and_named_as_before() -> None:
+    sliced = _with(Placement(ROOT, (0,), num_slices=3), Placement(LEFT, (1,)))
+    assert Plan.from_json(sliced.to_json()) == sliced
+    assert sliced.digest != PLAN.digest
+    assert "num_slices" not in str(PLAN.to_json())
 
 
 def test_check_accepts_ring_and_hybrid_degrees_that_divide_the_group() -> None:

@@ -25,13 +25,19 @@ def model(num_hosts: int = 2, ranks_per_host: int = 4, **changes: float) -> Cost
     return make_cost_model(SHAPE, Cluster(num_hosts, ranks_per_host), profile)
 
 
-def nested(cost: CostModel, *, ring: int = 1, keep: Keep = "none", kept_layers: int = 0) -> Plan:
+def nested(cost: CostModel, *, ring: int = 1, slices: int = 1, keep: Keep = "none", kept_layers: int = 0) -> Plan:
     """One long sequence on all ranks, two middle ones on one host each, short ones on six of eight ranks."""
     tree = cost.tree
     batch = SequenceBatch.of_lengths([60_000, 20_000, 9_000, 4_000, 3_000, 2_000, 2_000, 500, 1])
     groups = [tree.group(0, 0), tree.group(1, 0), tree.group(1, 4), *(tree.group(3, rank) for rank in range(6))]
     placements = tuple(
-        Placement(group, (position,), ring if group.level == 0 else 1, keep if group.degree > 1 else "none")
+        Placement(
+            group,
+            (position,),
+            ring if group.level == 0 else 1,
+            keep if group.degree > 1 else "none",
+            slices if group.level == 0 else 1,
+        )
         for position, group in enumerate(groups)
     )
     plan = Plan(tree, batch, (Microbatch(placements, kept_layers),), tuple(range(tree.num_levels)), "test")
@@ -115,6 +121,44 @@ def test_streaming_hides_exchanges_behind_other_groups_attention() -> None:
     streamed, in_turn = timeline(plan, cost), timeline(plan, cost, streaming=False)
     assert streamed.makespan_s < in_turn.makespan_s
     np.testing.assert_allclose(streamed.computing_s, in_turn.computing_s)
+
+
+@pytest.mark.parametrize("keep", ["none", "output"])
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_slices_of_heads_hide_a_groups_exchanges_behind_its_own_attention(num_slices: int, keep: Keep) -> None:
+    """One long sequence on all ranks, and nothing beside it."""
+    cost = model(1, 8)
+    batch = SequenceBatch.of_lengths([400_000])
+    order = tuple(range(cost.tree.num_levels))
+    one, some = (
+        timeline(
+            Plan(cost.tree, batch, (Microbatch((Placement(cost.tree.group(0, 0), (0,), 1, keep, n),)),), order, ""),
+            cost,
+        )
+        for n in (1, num_slices)
+    )
+    assert some.exchanging_s.mean() < 0.9 * one.exchanging_s.mean()  # gathers and reductions are in both
+    assert some.makespan_s < one.makespan_s
+    assert (some.peak_bytes == one.peak_bytes).all()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("keep", ["none", "output"])
+def test_sliced_groups_are_walked_like_all_others(streaming: bool, keep: Keep) -> None:
+    cost = model()
+    plan = nested(cost, slices=4, keep=keep, kept_layers=2)
+    plan.check()
+    short = timeline(plan, cost, streaming=streaming)
+    full = timeline(plan, cost, streaming=streaming, record=True)
+    assert short.makespan_s == pytest.approx(full.makespan_s, rel=ROUNDING)
+    total = full.computing_s + full.exchanging_s + full.waiting_s
+    np.testing.assert_allclose(total, full.makespan_s, rtol=ROUNDING)
+    placement = plan.microbatches[0].placements[0]
+    for which in (Pass.FORWARD, Pass.BACKWARD):
+        assert num_exchanges(placement, which) == 6
+        kept = keep == "output"
+        priced = cost.comm.backward(0, 1, 4, kept=kept) if which is Pass.BACKWARD else cost.comm.forward(0, 1, 4)
+        assert len(priced) == 6
 
 
 def test_one_rank_only_computes() -> None:
@@ -207,3 +251,34 @@ def test_a_small_group_that_is_done_early_does_not_hold_up_its_parents_order() -
         plan.check()
         result = timeline(plan, cost)
         assert np.isfinite(result.makespan_s)
+
+
+def test_exchanges_go_before_the_gather_that_takes_the_same_links() -> None:
+    cost = model()
+    across = timeline(nested(cost), cost, record=True)
+    gathers = {event.layer: event for event in across.events if event.name == "gather the next layer"}
+    firsts = {e.layer: e for e in across.events if e.name == "degree 8, forward 0" and e.track == "network"}
+    assert gathers[3].starts_s.min() >= firsts[3].ends_s.max()
+
+
+def test_a_gather_that_no_exchange_meets_starts_where_its_layer_begins() -> None:
+    cost = model()
+    tree = cost.tree
+    batch = SequenceBatch.of_lengths([20_000, 20_000])
+    plan = Plan.of_groups(tree, batch, [{tree.group(1, 0): [0], tree.group(1, 4): [1]}], "test")
+    inside = timeline(plan, cost, record=True)
+    gathers = {event.layer: event for event in inside.events if event.name == "gather the next layer"}
+    begins = {event.layer: event for event in inside.events if event.name == "projections"}
+    assert gathers[3].starts_s.min() == pytest.approx(begins[3].starts_s.max(), rel=ROUNDING)
+
+
+@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
+def test_own_layers_leave_out_head_and_waiting(ring: int, keep: Keep, kept_layers: int) -> None:
+    cost = model()
+    plan = nested(cost, ring=ring, keep=keep, kept_layers=kept_layers)
+    short, full = timeline(plan, cost), timeline(plan, cost, record=True)
+    np.testing.assert_allclose(short.layers_s, full.layers_s, rtol=1e-6)
+    head_s = cost.head_s * np.array(plan.rank_tokens(0))
+    computing_s = short.computing_s - head_s - cost.update_s
+    assert (short.layers_s[0] >= computing_s * (1 - ROUNDING)).all()
+    assert (short.layers_s[0] <= computing_s + short.exchanging_s + ROUNDING).all()

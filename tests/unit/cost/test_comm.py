@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from nestsp.cluster import Cluster
+from nestsp.cluster import Cluster, share_sizes
 from nestsp.cost.comm import (
     BACKWARD_IN_KEPT,
     FORWARD_IN,
@@ -37,17 +37,17 @@ def test_widths_are_those_of_the_real_head_shares(heads: tuple[int, int], degree
 
 def test_keys_and_values_are_sent_compact() -> None:
     """Case D15: expanded to 32 heads before the exchange, they would be four times as much."""
-    sent = ulysses_bytes(SHAPE, Payload(0, 2), 8000, 8)
+    sent = ulysses_bytes(SHAPE, Payload(0, 2), share_sizes(8000, 8))
     assert sent.sum() == 8000 * 2 * 8 * 128 * 2
 
 
 def test_keys_and_values_are_replicated_only_beyond_their_heads() -> None:
-    sent = ulysses_bytes(SHAPE, Payload(0, 2), 64_000, 32)
+    sent = ulysses_bytes(SHAPE, Payload(0, 2), share_sizes(64_000, 32))
     assert sent.sum() == 4 * 64_000 * 2 * 8 * 128 * 2  # 32 ranks, 8 heads: each is on four ranks
 
 
 def test_bytes_follow_unequal_parts_of_tokens_and_heads() -> None:
-    sent = ulysses_bytes(with_heads(6, 3), FORWARD_IN, 7, 4)
+    sent = ulysses_bytes(with_heads(6, 3), FORWARD_IN, share_sizes(7, 4))
     assert sent.shape == (4, 4)
     assert (sent[:, 0] / sent[0, 0]).tolist() == [1, 2, 2, 2]  # tokens 1 2 2 2
     assert (sent[0] / 128 / 2).tolist() == [1 + 2, 2 + 4, 1 + 2, 2 + 2]  # q heads 1 2 1 2, kv heads 1 2 1 1
@@ -59,7 +59,7 @@ def test_an_exchange_takes_as_long_as_its_busiest_member(hosts: int, payload: Pa
     cluster = Cluster(hosts, 8)
     comm = make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE)
     tokens, degree = 64 * cluster.num_ranks, cluster.num_ranks
-    sent = ulysses_bytes(SHAPE, payload, tokens, degree).astype(float)
+    sent = ulysses_bytes(SHAPE, payload, share_sizes(tokens, degree)).astype(float)
     np.fill_diagonal(sent, 0.0)
     host = np.arange(degree) // 8
     same = host[:, None] == host[None, :]
@@ -120,6 +120,26 @@ def test_backward_a_rings_gradients_follow_their_keys_one_step_behind_and_go_hom
     assert [(t.seconds(2048) - t.latency_s) * PROFILE.host_bytes_per_s for t in two] == pytest.approx([keys, 2 * keys])
 
 
+@pytest.mark.parametrize("num_slices", [2, 3, 4])
+@pytest.mark.parametrize("kept", [False, True])
+def test_slices_carry_the_bytes_of_one_piece(num_slices: int, kept: bool) -> None:
+    """Keys and values come with the first, their gradients go with the last; each slice goes home two later."""
+    cluster = Cluster(1, 8)
+    comm = make_comm_cost(SHAPE, cluster, cluster.default_tree(), PROFILE)
+    for whole, sliced in (
+        (comm.forward(0), comm.forward(0, 1, num_slices)),
+        (comm.backward(0, kept=kept), comm.backward(0, 1, num_slices, kept=kept)),
+    ):
+        assert len(sliced) == num_slices + 2
+        assert sum(t.s_per_token for t in sliced) == pytest.approx(sum(t.s_per_token for t in whole))
+        assert {t.latency_s for t in sliced} == {whole[0].latency_s}
+    first, second, *_, last = (t.s_per_token for t in comm.forward(0, 1, num_slices))
+    one = comm.forward(0)[1].s_per_token / num_slices  # queries, or output, of a slice
+    assert second == pytest.approx(one)
+    assert last == pytest.approx(one)
+    assert first > one
+
+
 def test_a_float32_run_sends_twice_the_bytes_of_a_bf16_run_but_equal_gradients() -> None:
     cluster = Cluster(2, 2)
     bf16, wide = (
@@ -132,9 +152,8 @@ def test_a_float32_run_sends_twice_the_bytes_of_a_bf16_run_but_equal_gradients()
     keys, doubled = next(ring), next(ring)
     assert doubled[0] == pytest.approx(2 * keys[0])  # keys and values
     assert doubled[-1] == pytest.approx(keys[-1])  # their gradients, float32 in both
-    assert (
-        2 * ulysses_bytes(SHAPE, FORWARD_IN, 97, 4) == ulysses_bytes(SHAPE, FORWARD_IN, 97, 4, element_bytes=4)
-    ).all()
+    narrow, doubled_bytes = (ulysses_bytes(SHAPE, FORWARD_IN, (24, 25), element_bytes=size) for size in (2, 4))
+    assert (2 * narrow == doubled_bytes).all()
 
 
 def test_a_hybrid_exchanges_heads_inside_and_passes_fewer_keys_round() -> None:

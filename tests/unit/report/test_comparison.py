@@ -30,7 +30,7 @@ def rows(times: Sequence[float | None]) -> tuple[PlannerRow, ...]:
     return tuple(
         PlannerRow("x", None, 0.1, "sequence 7 does not fit")
         if seconds is None
-        else PlannerRow("x", Timeline(make_schedule(PLAN), seconds, (seconds,), one, one, one, one), 0.1)
+        else PlannerRow("x", Timeline(make_schedule(PLAN), seconds, (seconds,), one, one, one, one[None], one), 0.1)
         for seconds in times
     )
 

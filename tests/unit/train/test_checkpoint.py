@@ -22,6 +22,7 @@ from nestsp.train.checkpoint import (
     prepare_folder,
     publish_folder,
     read_manifest,
+    remove_old_checkpoints,
     validate_checkpoint,
 )
 
@@ -208,3 +209,15 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (prepare_folder(target) / "half").touch()
     assert list(prepare_folder(target).iterdir()) == []
+
+
+def test_the_last_checkpoints_are_kept_and_one_whose_removal_is_cut_short_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (9, 10, 1_000_000):
+        make_checkpoint(folder / f"step-{step:06d}", step)
+    remove_old_checkpoints(folder, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000010", "step-1000000"]
+    (folder / "step-1000000").rename(folder / ".old-step-1000000")
+    assert find_checkpoint(tmp_path).name == "step-000010"
+    with pytest.raises(CheckpointError, match="left over from a save that did not end"):
+        find_checkpoint(folder / ".old-step-1000000")

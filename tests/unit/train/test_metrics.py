@@ -10,8 +10,9 @@ from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 
 RECORD = StepMetrics(
     step=7, epoch=1, loss=2.5, lr=3e-3, grad_norm=1.25, num_sequences=5, num_tokens=8000, num_targets=7995,
-    tokens_per_s=4000.0, step_s=2.0, estimated_s=None, makespan_s=1.0, gap_to_bound=0.25,
-    planning_s=0.01, attention_s=0.5, exposed=0.034, wait_s=0.0, imbalance=0.0125,
+    tokens_per_s=4000.0, tokens_per_s_per_rank=1000.0, flops_per_s_per_rank=4e14, mfu=None,
+    step_s=2.0, estimated_s=None, makespan_s=1.0, gap_to_bound=0.25, planning_s=0.01, attention_s=0.5, exposed=0.034,
+    wait_s=0.0, save_s=0.0, load_s=0.01, peak_memory_bytes=2**30, peak_memory_rank=3, imbalance=0.0125,
     num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
 )  # fmt: skip
 
@@ -22,6 +23,15 @@ def test_a_line_has_every_figure_of_the_step() -> None:
         "exposed 3.4%  microbatches 2  sequences by degree 1:3 4:2"
     )
     assert "  2.00 s (estimated 1.50 s)  " in replace(RECORD, estimated_s=1.5).line(60)
+    assert "  4,000 tokens/s  MFU 40.4%  2.00 s  " in replace(RECORD, mfu=0.404).line(60)
+    assert "  1.4 tokens/s  " in replace(RECORD, tokens_per_s=1.4).line(60)
+
+
+def test_trackers_get_every_figure_that_there_is() -> None:
+    values = RECORD.values()
+    assert values["loss"] == 2.5
+    assert values["num_sequences_by_degree/4"] == 2
+    assert not {"mfu", "estimated_s", "step"} & values.keys()
 
 
 def test_a_step_without_a_target_says_so() -> None:

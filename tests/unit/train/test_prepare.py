@@ -70,8 +70,14 @@ def test_the_number_of_steps_does_not_depend_on_ranks(hosts: int, ranks: int) ->
             "the longest sequence has 150 tokens and needs 75 on each of planner.degree = 2 ranks, but "
             "planner.max_tokens_per_rank is 74; raise one of them, or set data.max_length",
         ),
+        (
+            ["planner.attention=ring", "model.config.use_sliding_window=true", "model.config.sliding_window=16"],
+            ConfigError,
+            "planner.attention is ring, but the model has layers with a sliding window of 16, which no ring runs; set "
+            "it to auto or ulysses",
+        ),
     ],
-    ids=str.split("dropout window positions vocabulary nsp-degree static-degree"),
+    ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows"),
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], kind: type[NestspError], sentence: str) -> None:
     with pytest.raises(kind) as caught:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nestsp.errors import CheckpointError, ConfigError
-from nestsp.train.run_folder import latest_run_folder, new_run_folder
+from nestsp.errors import ConfigError
+from nestsp.train.run_folder import latest_run_folder, new_run_folder, run_folder_of_job
 
 
 def test_the_next_number_is_one_above_the_highest(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_the_next_number_is_one_above_the_highest(tmp_path: Path) -> None:
     assert new_run_folder(runs, "x").name == "x-1"
     (runs / "x-9").mkdir()
     assert new_run_folder(runs, "x").name == "x-10"
-    assert latest_run_folder(runs, "x").name == "x-10"
+    assert latest_run_folder(runs, "x") == runs / "x-10"
 
 
 def test_other_names_do_not_count(tmp_path: Path) -> None:
@@ -50,5 +50,15 @@ def test_there_is_no_latest_run_where_there_is_none(tmp_path: Path, exists: bool
     runs = tmp_path / "runs"
     if exists:
         (runs / "y-1").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"there is no run x-<n> in '.*runs'; begin one without --resume$"):
-        latest_run_folder(runs, "x")
+    assert latest_run_folder(runs, "x") is None
+
+
+def test_a_restarted_job_finds_the_latest_run_that_it_wrote_itself(tmp_path: Path) -> None:
+    for number, job in ((1, "ours"), (2, "ours"), (3, "another's"), (4, None)):
+        folder = tmp_path / f"x-{number}"
+        folder.mkdir()
+        if job is not None:
+            (folder / ".job").write_text(job)
+    assert run_folder_of_job(tmp_path, "x", "ours") == tmp_path / "x-2"
+    assert run_folder_of_job(tmp_path, "x", "a third one") is None
+    assert run_folder_of_job(tmp_path / "nowhere", "x", "ours") is None

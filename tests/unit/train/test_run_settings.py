@@ -10,7 +10,7 @@ from filelock import FileLock
 from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.errors import ConfigError
 from nestsp.train.checkpoint import CHECKPOINTS
-from nestsp.train.trainer import _changed, _open_folder
+from nestsp.train.run_folder import _changed, open_run_folder
 
 TEXT = """
 model: {config: {model_type: llama}}
@@ -33,14 +33,14 @@ def test_settings_that_changed_are_named_with_both_values(tmp_path: Path) -> Non
 
 def test_a_second_job_in_one_run_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locks: list[FileLock] = []
-    folder, changes = _open_folder(config(tmp_path), None, 0, locks)
+    folder, changes = open_run_folder(config(tmp_path), None, 0, "job", locks)
     assert changes == ()
     checkpoint = folder / CHECKPOINTS / "step-000001"
-    monkeypatch.setattr("nestsp.train.trainer.find_checkpoint", lambda run: checkpoint)
+    monkeypatch.setattr("nestsp.train.run_folder.find_checkpoint", lambda run: checkpoint)
     with pytest.raises(ConfigError, match="another job is training in it"):
-        _open_folder(config(tmp_path), checkpoint, 1, [])
+        open_run_folder(config(tmp_path), checkpoint, 1, "job", [])
     locks[0].release()
-    again, changes = _open_folder(config(tmp_path, "train.seed=7"), checkpoint, 1, [])
+    again, changes = open_run_folder(config(tmp_path, "train.seed=7"), checkpoint, 1, "job", [])
     assert again == folder
     assert changes == ("train.seed 0 → 7",)
     assert "seed: 0" in (folder / "config-before-step-000002.yaml").read_text()
