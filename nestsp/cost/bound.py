@@ -1,9 +1,7 @@
 """A lower bound on the makespan of any plan for a batch, by one cost model; and the ideal, which is no bound on plans.
 
-It bounds plans of the attention kinds that the planners place: Ulysses groups. A ring would split a long sequence's
-attention among more ranks than there are heads, so a plan with rings may be faster.
-
-With M microbatches, whatever the placement:
+It bounds plans of every kind of group: Ulysses in one piece or in slices of heads, rings, hybrids. With M microbatches,
+whatever the placement:
 
 - a rank computes, on average over ranks, at least the whole batch's work over the ranks, at the best point of the
   kernel's surface: every kernel is full, launches are free, nothing is copied;
@@ -17,8 +15,9 @@ With M microbatches, whatever the placement:
 - in the forward pass of each microbatch all layers are gathered one after another, in the backward pass gathered again
   and reduced, on the links that exchanges between hosts also take; at its start every rank idles until the root and the
   first layer are gathered, at its end until the last layer and the root are reduced;
-- the rank with the most heads of the longest sequence has at least that share of it, and in each layer waits for the
-  sequence's own exchanges before and after its attention, at the degree where this is least among those it fits on.
+- the rank with most of the longest sequence has at least that share of it, and in each layer its attention lasts as
+  long as the sequence's own exchanges if they can hide each other, else as long as both, at the degree and as the kind
+  where this is least among those it fits on.
 
 The bound is the least over all M that memory admits. The ideal has no communication, perfect balance, and keeps
 everything: the gap between the two is what memory and communication cost at least.
@@ -231,9 +230,10 @@ class _Places:
     Attributes:
         lengths: float64 [sequences].
         fits: Whether the fullest rank has room; all are taken to, where none has.
-        alone_s: Seconds of the fullest rank, of this sequence alone. In each layer its exchange in, attention and
-            exchange out follow one another, whatever other groups do meanwhile.
-        exchange_s: Rank-seconds of its exchanges; by pass, then inside hosts and across them.
+        alone_s: Seconds of the fullest rank, of this sequence alone, as whatever kind of group. In each layer its
+            exchange in, attention and exchange out follow one another, whatever other groups do meanwhile; in slices or
+            round a ring they may hide each other.
+        exchange_s: Rank-seconds of its exchanges, as the kind with the least; by pass, then inside and across hosts.
     """
 
     lengths: Floats
@@ -250,16 +250,27 @@ class _Places:
         exchange_s = ((np.zeros(shape), np.zeros(shape)), (np.zeros(shape), np.zeros(shape)))
         both: tuple[Direction, Direction] = ("forward", "backward")
         for level in range(tree.num_levels):
-            degree, part = tree.degree(level), float(cost.head_fractions(level).max())
+            degree = tree.degree(level)
             local = np.floor(lengths / degree)
             fits[level] = np.maximum(lengths - degree, 0.0) * memory.least_stream_bytes(degree) <= free
             alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
+            rings = [ring for ring in range(1, degree + 1) if degree % ring == 0]
             for index, direction in enumerate(both):
-                heads = part * cost.shape.num_heads
-                alone_s[level] += layers * compute.best_attention_s(direction, heads, lengths, compute.squares(lengths))
-                for link in comm.forward(level) if direction == "forward" else comm.backward(level):
-                    alone_s[level] += layers * (link.latency_s + link.s_per_token * lengths)
-                    exchange_s[index][link.network][level] += degree * layers * link.s_per_token * lengths
+                exchanges = comm.forward if direction == "forward" else comm.backward
+                own = []
+                sums: tuple[list[float], list[float]] = ([], [])
+                for ring in rings:
+                    links = exchanges(level, ring)
+                    for network in (False, True):
+                        sums[network].append(sum(link.s_per_token for link in links if link.network == network))
+                    heads = float(cost.head_fractions(level, ring).max()) * cost.shape.num_heads
+                    attention = compute.best_attention_s(direction, heads / ring, lengths, compute.squares(lengths))
+                    sent = sum(link.latency_s for link in links) + sum(link.s_per_token for link in links) * lengths
+                    in_one_piece = ring == 1 and heads <= 1
+                    own.append(attention + sent if in_one_piece else np.maximum(attention, sent))
+                alone_s[level] += layers * np.minimum.reduce(own)
+                for network in (False, True):
+                    exchange_s[index][network][level] += degree * layers * min(sums[network]) * lengths
         fits |= ~fits.any(axis=0)
         return cls(lengths, fits, alone_s, exchange_s)
 

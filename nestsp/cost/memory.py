@@ -215,12 +215,13 @@ class MemoryCost:
         slice_and_gradient = self.loss_hidden * tokens.local + self.loss_slice
         return self.moments(tokens, num_kept_layers)[0] - self.fixed - slice_and_gradient
 
-    def stream_bytes(self, degree: int, *, num_kept_layers: int = 0, kept: bool = False) -> float:
+    def stream_bytes(self, degree: int, ring_degree: int = 1, *, num_kept_layers: int = 0, kept: bool = False) -> float:
         """Bytes of the fullest member of a group for each token of its stream in the backward pass, fixed ones left
         out.
 
         Args:
-            degree: Members, which exchange heads.
+            degree: Members.
+            ring_degree: Of its ring; members exchange heads within the parts of it.
             num_kept_layers: Layers that keep everything.
             kept: Whether the group keeps its attention's output.
         """
@@ -228,15 +229,16 @@ class MemoryCost:
         tokens = RankTokens(
             local,
             local * kept,
-            float(np.max(self.operand_bytes(1.0, degree, kept=kept))),
-            float(np.max(self.in_flight_bytes(1.0, degree, kept=kept))),
+            float(np.max(self.operand_bytes(1.0, degree, ring_degree, kept=kept))),
+            float(np.max(self.in_flight_bytes(1.0, degree, ring_degree, kept=kept))),
         )
         _, last_backward, recompute, _ = self.moments(tokens, num_kept_layers)
         return float(np.maximum(last_backward, recompute)) - self.fixed
 
     def least_stream_bytes(self, degree: int) -> float:
-        """The same, whatever layers and outputs are kept; the input of one layer that is kept is part of it."""
-        least = min(self.stream_bytes(degree, kept=kept) for kept in (False, True))
+        """The same, whatever its kind and whatever is kept; the input of one layer that is kept is part of it."""
+        rings = [ring for ring in range(1, degree + 1) if degree % ring == 0]
+        least = min(self.stream_bytes(degree, ring, kept=kept) for ring in rings for kept in (False, True))
         return least - self.layer_input / degree
 
     def attention_bytes_per_token(self, *, split: bool) -> float:

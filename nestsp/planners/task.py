@@ -39,7 +39,7 @@ class Planned:
     Attributes:
         plan: The plan.
         makespan_s: How long it lasts by the cost profile.
-        bound_s: No plan of this batch in Ulysses groups of one piece lasts less, by the same profile.
+        bound_s: No plan of this batch lasts less, by the same profile.
         planning_s: How long planning took; measured, so it differs from time to time.
     """
 

@@ -13,11 +13,13 @@ from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.errors import InfeasibleError
 from nestsp.known_models import known_model
-from nestsp.plan import Keep, Microbatch, Placement, Plan
+from nestsp.plan import AttentionKind, Keep, Microbatch, Placement, Plan
+from nestsp.planners.kinds import with_kinds
 from nestsp.schedule import make_schedule
 from nestsp.simulate import plan_peak_bytes, simulate
 
 LAYERS = 3
+KINDS: tuple[AttentionKind, ...] = ("ulysses", "ring", "hybrid")
 SHAPE = dataclasses.replace(known_model("llama-3.2-1b"), num_layers=LAYERS)
 
 
@@ -72,9 +74,10 @@ def test_no_plan_is_below_the_bound(cluster: tuple[int, int], lengths: list[int]
     batch = SequenceBatch.of_lengths(lengths)
     bound = lower_bound(batch, cost)
     best = float("inf")
-    for plan in every_plan(batch, cost):
-        if plan_peak_bytes(plan, cost).max() <= cost.memory_per_rank_bytes:
-            best = min(best, simulate(make_schedule(plan), cost).makespan_s)
+    for placed in every_plan(batch, cost):
+        for plan in (placed, *(with_kinds(placed, cost, kind) for kind in KINDS)):
+            if plan_peak_bytes(plan, cost).max() <= cost.memory_per_rank_bytes:
+                best = min(best, simulate(make_schedule(plan), cost).makespan_s)
     assert bound.makespan_s <= best < float("inf")
     assert best < 2.5 * bound.makespan_s  # a bound that says something
 
