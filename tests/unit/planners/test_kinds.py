@@ -105,9 +105,11 @@ def test_plans_of_awkward_heads_are_faster_for_their_kinds() -> None:
     """Six ranks: 32 heads do not divide."""
     cost = model(1, 6, host_bytes_per_s=50e9)
     ground = cost_ground(cost)
-    judged = make_planner("nsp", ground).judge(SequenceBatch.of_lengths([300_000, 9_000, 5_000, 700]))
-    chosen = choose_kinds(judged, ground, cost, "auto")
-    assert chosen.makespan_s < 0.97 * judged.makespan_s
+    whole = dataclasses.replace(ground, in_slices=lambda plan: plan, as_any_kind=lambda plan: plan)
+    awkward = SequenceBatch.of_lengths([300_000, 9_000, 5_000, 700])
+    chosen, plain = (make_planner("nsp", on).judge(awkward) for on in (ground, whole))
+    assert {(p.ring_degree, p.num_slices) for _, p in plain.plan.placements()} == {(1, 1)}
+    assert chosen.makespan_s < 0.97 * plain.makespan_s
 
 
 def task(can: Capabilities, attention: AttentionKind) -> PlanningTask:
