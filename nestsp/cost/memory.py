@@ -18,6 +18,7 @@ pass within 5 %.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,7 @@ class MemoryCost:
         Returns:
             float64 [degree], or broadcast with ``tokens``.
         """
-        queries, keys = self._head_parts(degree, ring_degree)
+        queries, keys = _head_parts(self.shape, degree, ring_degree)
         size, shape = self.element_bytes, self.shape
         log_sums = max(4, size) * shape.num_heads * queries
         if kept or degree == ring_degree:
@@ -168,7 +169,7 @@ class MemoryCost:
             kept: The group keeps its attention's output.
         """
         size, wide = self.element_bytes, max(4, self.element_bytes)
-        shares = self._head_parts(degree, ring_degree)
+        shares = _head_parts(self.shape, degree, ring_degree)
         query, key = self.shape.query_width * shares[0], self.shape.kv_width * shares[1]
         home = (self.shape.query_width + 2 * self.shape.kv_width) / degree
         if degree == 1:
@@ -271,17 +272,20 @@ class MemoryCost:
         """
         return self.token + (self.shape.num_layers - 1) * self.layer_input + self.layer_local + self.gradients
 
-    def _head_parts(self, degree: int, ring_degree: int) -> tuple[Floats, Floats]:
-        """Of each member, per token of the group: the tokens that it sees × its heads / all heads; queries, then keys.
 
-        Returns:
-            Two of float64 [degree].
-        """
-        inner = degree // ring_degree
-        parts = []
-        for payload, width in ((Payload(1, 0), self.shape.query_width), (Payload(0, 1), self.shape.kv_width)):
-            parts.append(np.tile(member_widths(self.shape, payload, inner) / width, ring_degree) / ring_degree)
-        return parts[0], parts[1]
+@functools.lru_cache(maxsize=1024)
+def _head_parts(shape: ModelShape, degree: int, ring_degree: int) -> tuple[Floats, Floats]:
+    """Of each member, per token of the group: the tokens that it sees × its heads / all heads; queries, then keys.
+
+    Returns:
+        Two of float64 [degree], read-only.
+    """
+    parts = []
+    for payload, width in ((Payload(1, 0), shape.query_width), (Payload(0, 1), shape.kv_width)):
+        widths = member_widths(shape, payload, degree // ring_degree)
+        parts.append(np.tile(widths / width, ring_degree) / ring_degree)
+        parts[-1].flags.writeable = False
+    return parts[0], parts[1]
 
 
 def make_memory_cost(
@@ -343,7 +347,7 @@ def make_memory_cost(
         layer_feed_forward=norms_a_block * norm + feed_forward,
         attention_gradients=size * (hidden + query) if works_back else 0,
         gradients=2 * size * hidden + feed_forward_gradients if works_back else 0,
-        loss_hidden=2 * size * hidden,
+        loss_hidden=(1 if options.forward_only else 2) * size * hidden,
         loss_slice=loss_slice_tokens * shape.vocab_size * 3 * wide,
-        update=2 * 4 * num_trained / num_shards,
+        update=0 if options.forward_only else 2 * 4 * num_trained / num_shards,
     )

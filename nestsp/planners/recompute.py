@@ -3,7 +3,7 @@
 A group that keeps its attention's output is spared the kernel and the exchanges of the recompute; the longer its
 sequences, the more seconds that is for each byte. Whole layers that keep everything are spared all of it, but cost many
 bytes. Outputs that save more for a byte than whole layers come first, longest first, as long as every rank of the group
-has room; then as many of the last layers as all ranks have room for.
+has room; then as many of the last layers as all ranks have room for. Where that is all of them, no output is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def spend_memory(plan: Plan, cost: CostModel) -> Plan:
 
 def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     memory, limit = cost.memory, cost.memory_per_rank_bytes
-    bare = tuple(dataclasses.replace(p, keep="none") for p in plan.microbatches[number].placements)
+    placed = plan.microbatches[number].placements
+    bare = tuple(p if p.keep == "none" else dataclasses.replace(p, keep="none") for p in placed)
     plan = dataclasses.replace(plan, microbatches=(Microbatch(bare),))
     tokens = rank_tokens(plan, 0, cost)
     free = limit - memory.peak_bytes(tokens)
@@ -55,6 +56,8 @@ def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
         middle = (low + high + 1) // 2
         fits = (memory.peak_bytes(held, middle) <= limit).all()
         low, high = (middle, high) if fits else (low, middle - 1)
+    if low == cost.shape.num_layers and (memory.peak_bytes(tokens, low) <= limit).all():
+        placements = bare  # no recompute is spared, and backward would bring queries, keys and values once more
     return Microbatch(placements, low)
 
 

@@ -42,7 +42,8 @@ class StepMetrics:
         estimated_s: The plan's makespan by the cost profile, at this machine's speed against the profile as the first
             two steps showed it; None until these are there.
         makespan_s: The plan's makespan by the cost profile as it is.
-        gap_to_bound: How far that is above the least makespan of any plan of this batch, as a fraction of it.
+        gap_to_bound: How far that is above the least makespan of any plan of this batch in Ulysses groups of one piece,
+            as a fraction of it; rings and slices may get below.
         planning_s: Seconds that planning took, ahead of the step and beside it.
         attention_s: Measured, mean over ranks, waiting for exchanges included.
         exposed: Measured, mean over ranks: part of the step that attention waited for exchanges, late peers included.

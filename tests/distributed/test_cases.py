@@ -205,15 +205,32 @@ MIXED = plan_of(
 )
 
 
+def in_slices(plan: Plan, num_slices: int) -> Plan:
+    """The same plan; groups of several ranks exchange in slices of heads."""
+    return replace(
+        plan,
+        microbatches=tuple(
+            replace(
+                m,
+                placements=tuple(replace(p, num_slices=num_slices) if p.group.degree > 1 else p for p in m.placements),
+            )
+            for m in plan.microbatches
+        ),
+    )
+
+
 @pytest.mark.parametrize(
-    ("keys", "tolerance"), [(LLAMA, 0.0), (QWEN3, 0.0), (QWEN3_MOE, 1e-12)], ids=["llama", "qwen3", "moe"]
+    ("keys", "tolerance", "num_slices"),
+    [(LLAMA, 0.0, 1), (QWEN3, 0.0, 1), (QWEN3, 0.0, 2), (QWEN3_MOE, 1e-12, 1)],
+    ids=["llama", "qwen3", "qwen3 in slices", "moe"],
 )
 def test_C14_changing_one_sequence_leaves_the_logits_of_all_others(
-    pool: RankPool, keys: dict[str, Any], tolerance: float
+    pool: RankPool, keys: dict[str, Any], tolerance: float, num_slices: int
 ) -> None:
     """Bit by bit in dense models; experts' batches change their size."""
     identities = MIXED.batch.ids
-    before, *after = pool.run(all_logits, Case(keys, MIXED.to_json()), [None, *identities])[0]
+    plan = in_slices(MIXED, num_slices)
+    before, *after = pool.run(all_logits, Case(keys, plan.to_json()), [None, *identities])[0]
     assert len(before) == MIXED.batch.num_tokens
     for changed, now in zip(identities, after, strict=True):
         for (identity, position), logits in now.items():

@@ -20,7 +20,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
-from nestsp.model.adapter import model_config, model_shape
+from nestsp.model.adapter import model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.root import LossRoot
 from nestsp.train.parallelize import make_mesh, shard_root

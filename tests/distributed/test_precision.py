@@ -28,7 +28,8 @@ def phases(rank: int, num_ranks: int, case: Case) -> dict[int, list[list[float]]
     executor = make_executor(case, rank, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     local = load(executor, plan, make_tokens(plan))
     found: dict[int, list[list[float]]] = {}
-    layer: Any = executor.root.model.model.layers[0]  # type: ignore[union-attr]
+    model: Any = executor.root.model
+    layer: Any = model.model.layers[0]
 
     def record(module: Any, args: Any, kwargs: Any) -> None:
         cos, sin = kwargs["position_embeddings"]
@@ -51,7 +52,7 @@ def test_C6_positions_and_rotary_phases_are_exact_under_bfloat16(pool: RankPool)
     batch = SequenceBatch.of_lengths([LENGTH])
     plan = Plan.of_groups(tree, batch, [{tree.group(0, 0): [0]}], "test")
     by_rank = pool.run(phases, Case(LLAMA, plan.to_json()), ranks=4)
-    found = {position: values for values in by_rank for position, values in values.items()}
+    found = {position: values for of_rank in by_rank for position, values in of_rank.items()}
     assert sorted(found) == list(range(FAR, FAR + LENGTH))
     rotary: Any = make_model(LLAMA, "sdpa", dtype=torch.float32).model.rotary_emb  # type: ignore[union-attr]
     assert rotary.inv_freq.dtype == torch.float32

@@ -17,6 +17,7 @@ from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.execute.executor import LocalBatch
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
+from nestsp.model.adapter import decoder_layers
 from nestsp.plan import Plan
 from tests.distributed.equivalence import (
     LLAMA,
@@ -36,10 +37,12 @@ from tests.distributed.equivalence import (
     planned_gradients,
 )
 from tests.distributed.pool import RankPool
-from tests.distributed.test_equivalence import nested_plan
+from tests.distributed.test_cases import in_slices
+from tests.distributed.test_equivalence import keeping, nested_plan
 
 PLAN = nested_plan(GroupTree((2, 2))).to_json()
 KEPT = nested_plan(GroupTree((2, 2)), keep="output").to_json()
+SLICED = in_slices(nested_plan(GroupTree((2, 2)), keep="output"), 2).to_json()
 
 # Names of parameters that are trained; all others are frozen, the embedding first of all, so that the first layers' q,
 # k and v need no gradient. The ranks' recomputes and exchanges must still match, and some rank has no tokens.
@@ -63,6 +66,31 @@ def test_frozen_parameters_change_no_other_gradient(pool: RankPool, plan: dict[s
     for case, outcome in zip(cases, outcomes, strict=True):
         assert outcome.verification.passes(TOLERANCE), (case, outcome)
         assert outcome.faults == (), (case, outcome)
+
+
+def gathered_after_forward(rank: int, num_ranks: int, case: Case) -> tuple[list[bool], list[bool]]:
+    """Whether each layer's parameters are still gathered after the forward pass; and after the backward pass."""
+    plan = case.made
+    executor = make_executor(case, rank)
+    microbatch = load(executor, plan, make_tokens(plan)).microbatches[0]
+    layers = decoder_layers(executor.root)
+
+    def gathered() -> list[bool]:
+        return [any(not isinstance(parameter, DTensor) for parameter in layer.parameters()) for layer in layers]
+
+    loss = executor.root(microbatch.tokens, microbatch.attention).sum()
+    before = gathered()
+    loss.backward()
+    return before, gathered()
+
+
+def test_layers_that_keep_everything_are_resharded_all_the_same(pool: RankPool) -> None:
+    """Activations stay, parameters go; so every rank gathers as often whatever it keeps."""
+    for kept in (0, 1, 3):
+        plan = keeping(nested_plan(GroupTree((2, 2))), kept, 0, 0)
+        for before, after in pool.run(gathered_after_forward, Case(LLAMA, plan.to_json())):
+            assert not any(before)
+            assert not any(after)
 
 
 def test_targets_may_have_any_weights(pool: RankPool) -> None:
@@ -199,7 +227,7 @@ def low_precision_errors(rank: int, num_ranks: int, case: Case) -> tuple[dict[st
     return errors(sums), errors(planned)
 
 
-@pytest.mark.parametrize("plan", [PLAN, KEPT], ids=["none kept", "outputs kept"])
+@pytest.mark.parametrize("plan", [PLAN, KEPT, SLICED], ids=["none kept", "outputs kept", "in slices"])
 @pytest.mark.parametrize("keys", [LLAMA, {**QWEN3, "num_key_value_heads": 1}], ids=["llama", "one kv head"])
 def test_E14_bfloat16_is_at_most_three_times_as_far_off_as_one_process_in_bfloat16(
     pool: RankPool, keys: dict[str, Any], plan: dict[str, Any]

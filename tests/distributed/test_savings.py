@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nestsp.cluster import GroupTree
-from nestsp.cost.memory import MemoryOptions, RankTokens, make_memory_cost
+from nestsp.cost.memory import MOMENTS, MemoryCost, MemoryOptions, RankTokens, make_memory_cost
 from nestsp.cost.profile import load_profile
 from nestsp.errors import ModelError
 from nestsp.execute.recompute import LayerRunner
@@ -94,19 +94,19 @@ def test_what_is_offloaded_is_the_layers_input_alone(monkeypatch: pytest.MonkeyP
 def test_the_memory_model_knows_slices_offloading_shards_and_forward_passes() -> None:
     shape, tree, profile = known_model("qwen3-8b"), GroupTree((2, 2, 2)), load_profile("h100")
 
-    def peak(**options: Any) -> float:
-        cost = make_memory_cost(shape, tree, profile, options=MemoryOptions(**options))
-        return float(cost.peak_bytes(RankTokens(100_000, 0, 0, 0)))
+    def cost(**options: Any) -> MemoryCost:
+        return make_memory_cost(shape, tree, profile, options=MemoryOptions(**options))
 
-    def states(**options: Any) -> float:
-        return make_memory_cost(shape, tree, profile, options=MemoryOptions(**options)).states
+    def recompute(**options: Any) -> float:
+        return float(cost(**options).moments(RankTokens(50_000, 0, 0, 0))[MOMENTS.index("recompute")])
 
-    plain = peak()
-    one = make_memory_cost(shape, tree, profile)
-    # A layer's feed-forward block and its gradients, less one slice of them.
+    plain = cost()
+    # A layer's feed-forward block (gate, up, activation, product) and its three gradients, less one slice of them.
     feed_forward = 2 * (4 + 3) * shape.intermediate_size
-    assert plain - peak(mlp_slice_tokens=1000) == pytest.approx(99_000 * feed_forward)
-    assert plain - peak(offloads_inputs=True) == pytest.approx(36 * one.layer_input * 100_000)
-    assert states(num_shards=1) - states() == pytest.approx(16 * shape.num_parameters * 7 / 8)
-    assert states() - states(num_trained=0) == pytest.approx(12 * shape.num_parameters / 8)
-    assert peak(forward_only=True) < peak(offloads_inputs=True) - one.gradients * 99_000
+    assert recompute() - recompute(mlp_slice_tokens=1000) == pytest.approx(49_000 * feed_forward)
+    assert recompute() - recompute(offloads_inputs=True) == pytest.approx(36 * plain.layer_input * 50_000)
+    assert recompute(offloads_inputs=True) - recompute(forward_only=True) == pytest.approx(plain.gradients * 50_000)
+    assert cost(num_shards=1).states - plain.states == pytest.approx(16 * shape.num_parameters * 7 / 8)
+    assert plain.states - cost(num_trained=0).states == pytest.approx(12 * shape.num_parameters / 8)
+    assert cost(num_shards=1).update == 8 * plain.update
+    assert cost(num_trained=0).update == cost(forward_only=True).update == 0

@@ -129,9 +129,22 @@ MODELS = {
 }
 
 
+# Scaled embeddings, several rotary tables, fused projections, sinks, norms elsewhere.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "num_hidden_layers": 6},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"pad_token_id": 0},
+    "granite": {},
+    "cohere": {},
+    "olmo2": {},
+}
+
+
 def write_model(keys: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """A model as it is published: several files with an index, lower precision."""
-    model = build_model(model_config(small_config(keys)), seed=5, attention="sdpa")
+    given = {key: value for key, value in small_config(keys).items() if value is not None}
+    model = build_model(model_config(given), seed=5, attention="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))  # norms are ones and biases zeros until then
@@ -170,6 +183,15 @@ def test_weights_from_files_are_bit_equal_to_from_pretrained(
         write_model(keys, folder)
         assert len(list(folder.glob("*.safetensors"))) > 1
     assert pool.run(loaded_shards, folders, shards, ranks=ranks) == [[]] * ranks
+
+
+def test_every_familys_weights_are_bit_equal_to_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
+    folders = []
+    for family, more in MORE_FAMILIES.items():
+        keys = {"model_type": family, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": None, **more}
+        folders.append(tmp_path / family)
+        write_model(keys, folders[-1])
+    assert pool.run(loaded_shards, folders, 2, ranks=2, timeout_s=120.0) == [[]] * 2
 
 
 def bytes_read(rank: int, num_ranks: int, folder: Path) -> dict[str, int]:

@@ -202,6 +202,16 @@ def test_a_checkpoint_is_exported_without_its_run_as_the_run_exports_it(finished
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_checkpoint_with_adapters_is_exported_with_them_merged(train: Train, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    # Only linear layers get adapters, so the experts, which are no such layers, stay out of it.
+    lora = "train.lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
+    train("train.steps=2", "planner.max_tokens_per_rank=100", lora, ranks=2)
+    run = tmp_path / "runs" / "tiny-1"
+    export_checkpoint(run, tmp_path / "out", "float32", None)
+    assert contents(tmp_path / "out") == contents(run / "hf")
+
+
 def test_an_export_refuses_what_it_cannot_read_or_would_replace(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished / "runs" / "tiny-1" / "checkpoints" / "step-000009", tmp_path / "copy")
     (tmp_path / "notes").mkdir()

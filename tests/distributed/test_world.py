@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_every_kind_of_error_stays_what_it_is_on_its_way(pool: RankPool) -> None
     assert pool.run(raise_each_kind, ranks=2) == [[(name, "rank 1: no", True) for name in kinds]] * 2
 
 
-def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> object:
+def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> tuple[Any, bool]:
     """Rank 1's work takes longer than a collective may."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     assert isinstance(control, dist.ProcessGroup)

@@ -51,14 +51,19 @@ def run(folder: Path, *arguments: str, program: Sequence[str] = NESTSP) -> Finis
 
 
 @contextmanager
-def started(folder: Path, *arguments: str, program: Sequence[str] = NESTSP) -> Iterator[subprocess.Popen[str]]:
-    """A command while it runs; whatever of it is left at the end is killed."""
+def started(
+    folder: Path, *arguments: str, program: Sequence[str] = NESTSP, stdout: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
+    """A command while it runs; whatever of it is left at the end is killed.
+
+    What it prints must be read in time, or not be kept: a full pipe would stop it.
+    """
     process = subprocess.Popen(
         [*program, *arguments],
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -37,7 +37,7 @@ def test_memory_after_two_thousand_steps_is_that_after_two_hundred(tmp_path: Pat
     with started(
         tmp_path, "train", "tiny.yaml", "--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=100",
         "--set", f"train.steps={STEPS + 1000}", "--set", "train.checkpoint_every=50",
-        "--set", "train.keep_checkpoints=2",
+        "--set", "train.keep_checkpoints=2", stdout=subprocess.DEVNULL,
     ) as process:  # fmt: skip
         metrics = tmp_path / "runs" / "tiny-1" / "metrics.jsonl"
         wait_for_steps(metrics, process, EARLY)

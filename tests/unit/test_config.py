@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def test_a_file_that_cannot_be_read_is_refused(content: bytes | str | None, tmp_
         path.mkdir()
     elif isinstance(content, bytes):
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"my\.yaml.*(but there is no such file|cannot be read)"):
+    with pytest.raises(ConfigError, match=r"my\.yaml.*(but there is no such file|cannot be read|but that is a folder)"):
         load_config(path)
 
 
@@ -338,3 +339,23 @@ def test_the_defaults_that_are_described_are_those_that_hold() -> None:
         given = yaml.safe_load(LEAST).get(key.partition(".")[0]) or {}
         if kind and default != "required" and key.rpartition(".")[2] not in given:
             assert value == json.loads(default), key
+
+
+@pytest.mark.parametrize(
+    ("override", "refusal"),
+    [
+        ("model.path=somewhere", "model has both of config and path, but needs exactly one"),
+        ("train.eval_every=5", "train.eval_every is 5, but there is no data.eval to evaluate on"),
+        ("train.shard_size=2", "train.shard_size is 2, but train.sharding is fsdp, which has no such choice"),
+        ("train.mlp_slice_tokens=0", "train.mlp_slice_tokens is 0, but it must be greater than or equal to 1"),
+        ("train.lora={rang: 4}", "train.lora.rang is no setting; did you mean 'rank'?"),
+    ],
+)
+def test_settings_of_model_and_training_that_do_not_go_together_are_refused(override: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        parse_config(LEAST, [override])
+
+
+def test_offloading_without_recomputation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.offload is true, but train\.recompute is false"):
+        parse_config(LEAST, ["train.offload=true", "train.recompute=false"])

@@ -25,7 +25,7 @@ def shown(*arguments: str) -> str:
 
 def test_help_names_every_command_and_every_option() -> None:
     overview = shown("--help")
-    for command in ("train", "verify", "config"):
+    for command in ("train", "verify", "export", "config"):
         assert f"\n  {command} " in overview
     train = shown("train", "--help")
     for words in ("--set KEY=VALUE", "--resume auto|PATH", "torchrun --nproc-per-node 4 -m nestsp train CONFIG\n"):
@@ -49,7 +49,7 @@ def test_config_prints_every_setting_with_its_meaning() -> None:
 def test_what_config_prints_is_a_config_once_the_required_settings_are_filled_in() -> None:
     text = shown("config")
     required = {
-        "  config:  # text | mapping, required": "  config: {model_type: llama}",
+        "  config: null  # text | mapping | null": "  config: {model_type: llama}",
     }
     for line, filled in required.items():
         assert line in text

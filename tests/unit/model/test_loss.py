@@ -62,7 +62,7 @@ def test_the_sum_is_taken_in_float32(dtype: torch.dtype) -> None:
     assert hidden.grad.dtype == dtype
 
 
-def test_logits_of_one_slice_only_exist_at_one_time() -> None:
+def test_G25_logits_of_one_slice_only_exist_at_one_time() -> None:
     head, hidden, targets, weights = parts()
     seen = []
     head.register_forward_hook(lambda module, args, output: seen.append(len(output)))

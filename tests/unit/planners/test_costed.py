@@ -117,6 +117,19 @@ def test_memory_is_spent_and_never_overspent(memory_gib: float) -> None:
     assert plan_peak_bytes(again, cost).max() <= cost.memory_per_rank_bytes
     if memory_gib == 200.0:
         assert all(m.num_kept_layers == SHAPE.num_layers for m in plan.microbatches)
+        assert {placement.keep for _, placement in plan.placements()} == {"none"}  # nothing is recomputed
+
+
+def test_a_kept_output_would_cost_time_where_every_layer_is_kept() -> None:
+    cost = model("8", 200.0)
+    ground = cost_ground(cost)
+    plan = NestedGroups(ground).plan(SequenceBatch.of_lengths([40_000, 9_000, 3_000, 500]))
+    kept = tuple(
+        dataclasses.replace(m, placements=tuple(dataclasses.replace(p, keep="output") for p in m.placements))
+        for m in plan.microbatches
+    )
+    assert any(p.group.degree > 1 for _, p in plan.placements())
+    assert ground.evaluate(plan).makespan_s < ground.evaluate(dataclasses.replace(plan, microbatches=kept)).makespan_s
 
 
 def test_degrees_of_a_tree_fall() -> None:
