@@ -79,6 +79,7 @@ class Cell:
         kinds: Ring degree of the group of four and of those of two; None if every rank works alone.
         keep: What the groups keep for recomputation.
         num_kept_layers: Layers that keep everything.
+        num_slices: Slices of heads in which the pairs exchange.
         dtype: Of computation.
         rank_tokens: Tokens of a rank, about.
     """
@@ -88,6 +89,7 @@ class Cell:
     kinds: Kinds | None
     keep: Keep = "none"
     num_kept_layers: int = 0
+    num_slices: int = 1
     dtype: torch.dtype = torch.float32
     rank_tokens: int = 256
 
@@ -101,7 +103,8 @@ class Cell:
         else:
             root, pair = self.kinds
             placements.append(Placement(TREE.group(0, 0), (0, 3), root, self.keep))
-            placements += [Placement(TREE.group(1, 2 * n), (1 + n,), pair, self.keep) for n in (0, 1)]
+            pairs = [Placement(TREE.group(1, 2 * n), (1 + n,), pair, self.keep) for n in (0, 1)]
+            placements += [dataclasses.replace(p, num_slices=self.num_slices) for p in pairs]
         microbatch = Microbatch(tuple(sorted(placements, key=lambda p: p.group)), self.num_kept_layers)
         return Plan(TREE, SequenceBatch.of_lengths(lengths), (microbatch,), (0, 1, 2), "benchmark")
 
@@ -148,6 +151,7 @@ def _cells() -> tuple[Cell, ...]:
         if cell.name.startswith("qwen3") and cell.keep == "none"
     ]
     cells += [Cell(f"mistral, ulysses, keeps {keep}", WINDOWED, (1, 1), what, n) for keep, what, n in keeps]
+    cells += [Cell(f"qwen3, in slices, keeps {keep}", NORMED, (1, 1), what, n, 2) for keep, what, n in keeps]
     return tuple(cells)
 
 

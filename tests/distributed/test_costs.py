@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -136,3 +137,20 @@ def test_a_kept_output_spares_the_kernel_and_two_of_six_exchanges_of_a_layer_and
         assert len(log_kept.exchanges) == 4 * layers
         assert log_none.kernel == Counter(forward=2 * layers, backward=layers)
         assert log_kept.kernel == Counter(forward=layers, backward=layers)
+
+
+def test_slices_of_heads_send_the_same_bytes_in_more_exchanges(pool: RankPool) -> None:
+    plan = ring_plan((2, 2), LENGTHS, [(1, 0, [0, 1, 2], 1, "none"), (1, 2, [3, 4, 5], 1, "output")])
+    (microbatch,) = plan.microbatches
+    sliced = replace(
+        plan,
+        microbatches=(replace(microbatch, placements=tuple(replace(p, num_slices=2) for p in microbatch.placements)),),
+    )
+    cases = [Case(LLAMA, each.to_json()) for each in (plan, sliced)]
+    (whole, shape), (cut, _) = pool.run(run_recorded, cases, ranks=4)[0]
+    for rank, (one, two) in enumerate(zip(whole, cut, strict=True)):
+        (placement,) = plan.microbatches[0].on_rank(rank)
+        per_layer = sum(sum(pass_bytes(shape, plan, placement, rank, which)) for which in Pass)
+        assert sum(one.sent_bytes) == shape.num_layers * per_layer
+        assert sum(two.sent_bytes) == sum(one.sent_bytes)
+        assert len(two.exchanges) > len(one.exchanges)
