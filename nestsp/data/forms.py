@@ -157,18 +157,21 @@ class Encoder:
 
     def _marked(self, batch: Sequence[tuple[int, Row]], chunk: Chunk, notes: Counter[str]) -> Iterator[_Document]:
         # Special tokens are added to plain texts, not to what a template wrote. Rows of both kinds come in runs.
-        for whole, run in itertools.groupby(batch, lambda item: isinstance(item[1].get("prompt"), str)):
+        for whole, run in itertools.groupby(batch, lambda item: self._is_plain(item[1])):
             marked = [_at(chunk, number, self._mark, row) for number, row in run]
             texts, spans = [text for text, _ in marked], [spans for _, spans in marked]
             for tokens, mask, num_shared in self.tokenizer.encode_marked(texts, spans, whole=whole):
                 notes["tokens with a loss that also hold characters without one"] += num_shared
                 yield _Document(tokens, mask)
 
+    def _is_plain(self, row: Row) -> bool:
+        return self.form == "prompt_completion" and isinstance(row["prompt"], str)
+
     def _mark(self, row: Row) -> Marked:
         if self.form == "chat":
             assert self.template is not None
             return _unicode(self.template.chat(_messages(row, "messages"), row.get("tools")))
-        if isinstance(row["prompt"], str):
+        if self._is_plain(row):
             prompt, completion = _text(row, "prompt"), _text(row, "completion")
             spans = ((len(prompt), len(prompt) + len(completion)),) if completion else ()
             return prompt + completion, spans

@@ -288,7 +288,9 @@ def _write(source: Source, encoder: Encoder, folder: Path, key: str, progress: P
     done = 0
     with ExitStack() as files:
         columns = _Columns(encoder, folder, files)
-        for chunk, encoded in encode_chunks(encoder, source.chunks(encoder.columns), num_workers):
+        chunks = encode_chunks(encoder, source.chunks(encoder.columns), num_workers)
+        files.enter_context(contextlib.closing(chunks))  # ends the workers, whatever happens
+        for chunk, encoded in chunks:
             columns.append(encoded)
             done += chunk.size
             progress(done, source.size)

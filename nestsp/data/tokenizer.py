@@ -133,7 +133,6 @@ class HuggingFaceTokenizer:
     Attributes:
         eos_id: The token appended to every text that does not already end with it, or None to append nothing.
         backend: With its post-processor, which adds special tokens.
-        bare: Without it, so that offsets are those of whole tokens: post-processors cut spaces off them.
     """
 
     name: str
@@ -141,7 +140,19 @@ class HuggingFaceTokenizer:
     vocab_size: int
     eos_id: int | None
     backend: tokenizers.Tokenizer = field(repr=False, compare=False)
-    bare: tokenizers.Tokenizer = field(repr=False, compare=False)
+    # A copy of the backend once `bare` was asked for: a memo, not state. It costs as long as reading the file.
+    _memo: list[tokenizers.Tokenizer] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def bare(self) -> tokenizers.Tokenizer:
+        """Without post-processor, so that offsets are those of whole tokens: post-processors cut spaces off them."""
+        if not self._memo:
+            import tokenizers
+
+            bare = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            bare.post_processor = None
+            self._memo.append(bare)
+        return self._memo[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text; an empty text has none, not even special ones."""
@@ -228,8 +239,6 @@ def open_tokenizer(name: str, *, append_eos: bool = True) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    bare = tokenizers.Tokenizer.from_str(backend.to_str())
-    bare.post_processor = None
     settings = _settings(folder)
     eos = _special_token(name, backend, settings, "eos_token") if append_eos else None
     eos_id = eos[1] if eos else None
@@ -241,7 +250,6 @@ def open_tokenizer(name: str, *, append_eos: bool = True) -> Tokenizer:
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1,
         eos_id=eos_id,
         backend=backend,
-        bare=bare,
     )
 
 

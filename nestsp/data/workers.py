@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -28,7 +28,9 @@ __all__ = ["encode_chunks"]
 _CHUNKS_AHEAD = 4
 
 
-def encode_chunks(encoder: Encoder, chunks: Iterator[Chunk], num_workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+def encode_chunks(
+    encoder: Encoder, chunks: Iterator[Chunk], num_workers: int
+) -> Generator[tuple[Chunk, Encoded], None, None]:
     """Encode chunks, each by one of some processes; in this one if there is but one worker or one chunk.
 
     Yields:
@@ -68,7 +70,7 @@ def _in_order(
                 workers.append(_Worker(encoder))
                 idle.append(workers[-1])
             worker = idle.pop()
-            worker.connection.send(chunk)
+            worker.give(chunk)
             at_work[worker.connection] = (worker, num_begun, chunk)
             num_begun += 1
         if num_yielded in done:
@@ -97,20 +99,29 @@ class _Worker:
                 [sys.executable, "-m", "nestsp.data.workers", str(theirs.fileno())], pass_fds=[theirs.fileno()]
             )
         self.connection = Connection(ours.detach())
-        self.connection.send(encoder)
+        self.give(encoder)
+
+    def give(self, message: Encoder | Chunk) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self._ended() from None
 
     def receive(self) -> Encoded | DataError:
         try:
             kind, result = self.connection.recv()
         except (EOFError, OSError):
-            raise DataError(
-                f"a process that tokenises ended with exit code {self._process.wait()}, but it must live until all is "
-                "done; if the system ended it for want of memory, set data.workers lower"
-            ) from None
+            raise self._ended() from None
         if kind == "bug":
             raise RuntimeError(f"a process that tokenises failed:\n{result}")
         assert isinstance(result, Encoded | DataError)
         return result
+
+    def _ended(self) -> DataError:
+        return DataError(
+            f"a process that tokenises ended with exit code {self._process.wait()}, but it must live until all is "
+            "done; if the system ended it for want of memory, set data.workers lower"
+        )
 
     def end(self) -> None:
         self.connection.close()

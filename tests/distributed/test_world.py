@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +14,12 @@ import torch.distributed as dist
 from nestsp import errors
 from nestsp.cluster import Cluster
 from nestsp.errors import ConfigError, DataError, NestspError
+from nestsp.train.console import Screen
+from nestsp.train.trainer import prepare_with_progress
 from nestsp.train.world import World
 from tests.distributed.pool import RankPool
+from tests.distributed.test_trainer import working_in
+from tests.e2e.runs import tiny, write_corpus
 
 
 def world_of(rank: int, num_ranks: int) -> World:
@@ -97,7 +101,7 @@ def test_every_kind_of_error_stays_what_it_is_on_its_way(pool: RankPool) -> None
     assert pool.run(raise_each_kind, ranks=2) == [[(name, "rank 1: no", True) for name in kinds]] * 2
 
 
-def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> tuple[Any, bool]:
+def prepare_slowly(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> tuple[object, bool]:
     """Rank 1's work takes longer than a collective may."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     assert isinstance(control, dist.ProcessGroup)
@@ -120,3 +124,24 @@ def test_preparation_may_take_longer_than_a_collective_may(pool: RankPool) -> No
 def test_a_refusal_after_long_preparation_is_that_of_all(pool: RankPool) -> None:
     results = pool.run(prepare_slowly, (1,), ranks=3)
     assert [result for result, _ in results] == [("DataError", "rank 1: no", True)] * 3
+
+
+def prepare_elsewhere(rank: int, num_ranks: int, folders: tuple[str, ...]) -> object:
+    with working_in(Path(folders[rank])):
+        config = tiny("planner.max_tokens_per_rank=150")
+        return outcome(lambda: prepare_with_progress(config, world_of(rank, num_ranks), Screen(silent=True)).num_steps)
+
+
+def test_hosts_whose_data_differ_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    """Each has its own file system, and one of them another corpus of the same lengths."""
+    folders = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "corpus.jsonl", seed=seed)
+        folders.append(str(tmp_path / name))
+    assert pool.run(prepare_elsewhere, (folders[0], folders[1]), ranks=2) == [9, 9]
+    sentence = (
+        "the ranks read different samples from corpus.jsonl, but all must read the same; copy the same files and "
+        "tokenizer to every host"
+    )
+    assert pool.run(prepare_elsewhere, tuple(folders), ranks=3) == [("DataError", sentence, True)] * 3

@@ -256,6 +256,16 @@ def test_a_chat_is_kept_as_its_template_ends_it(tmp_path: Path) -> None:
     assert 1 not in tokens  # </s>
 
 
+def test_columns_that_a_form_does_not_read_change_nothing(tmp_path: Path) -> None:
+    """A chat beside a column that another form would read: JSON lines carry all their fields along."""
+    folder = str(save_tokenizer(tmp_path / "tokenizer", CHATML))
+    plain = _build(tmp_path, [{"messages": CHAT}], folder)
+    more = _build(tmp_path, [{"messages": CHAT, "prompt": "x", "text": "y", "weights": [1]}], folder)
+    assert more.meta["form"] == "chat"
+    assert _documents(more) == _documents(plain)
+    assert more.meta["ignored"] == ["prompt", "text", "weights"]
+
+
 def test_a_conversation_as_prompt_and_completion(tmp_path: Path) -> None:
     folder = str(save_tokenizer(tmp_path / "tokenizer", CHATML))
     whole = _build(tmp_path, [{"messages": CHAT[:3]}], folder)
