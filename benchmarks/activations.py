@@ -33,7 +33,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.local import weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config, model_shape
+from nestsp.model.adapter import build_model, model_config
+from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Keep, Microbatch, Placement, Plan
 from nestsp.simulate import rank_tokens

@@ -29,6 +29,7 @@ __all__ = [
     "CudaFlash",
     "Kernel",
     "MathKernel",
+    "PackedKernel",
     "Segments",
     "attend",
     "attend_backward",
@@ -122,7 +123,7 @@ class Kernel(Protocol):
         ...
 
 
-class _Kernel:
+class PackedKernel:
     """The two forms of a kernel that has one implementation for both.
 
     Args:
@@ -204,7 +205,7 @@ class _Kernel:
         raise NotImplementedError
 
 
-class CpuFlash(_Kernel):
+class CpuFlash(PackedKernel):
     """PyTorch's flash kernel for CPUs, one call a sequence. float64, float32, bfloat16, float16.
 
     Its causal mask aligns the first query with the first key, so it is only asked for square blocks under a mask. It
@@ -264,7 +265,7 @@ class CpuFlash(_Kernel):
         return dq, dk, dv
 
 
-class CudaFlash(_Kernel):
+class CudaFlash(PackedKernel):
     """The flash kernel that PyTorch ships for GPUs, one call for all sequences.
 
     bfloat16 and float16; head sizes that are multiples of 8, up to 256. It has windows, but no soft cap: `MathKernel`
@@ -336,7 +337,7 @@ class CudaFlash(_Kernel):
         return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
 
 
-class MathKernel(_Kernel):
+class MathKernel(PackedKernel):
     """Plain softmax in blocks of queries, any device and dtype: for what the flash kernels lack.
 
     Memory: one block's scores, block × S × N elements of float32 (float64 for float64), of which there are about four
@@ -444,12 +445,17 @@ def _collect(weights_NQS: Tensor, x_QNH: Tensor, num_kv: int) -> Tensor:
     return torch.bmm(flat.transpose(1, 2), _grouped(x_QNH, num_kv)).transpose(0, 1)
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel that is right for this device, dtype and head size."""
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, softcap: bool = False) -> Kernel:
+    """The fastest kernel that is right for this device, dtype and head size, and has soft caps if they are needed."""
+    from nestsp.attention.flash_attn import FlashAttn, has_flash_attn
+
     if device.type == "cpu":
-        return CpuFlash()
+        return MathKernel() if softcap else CpuFlash()
     if dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
-        return CudaFlash()
+        if not softcap:
+            return CudaFlash()
+        if has_flash_attn():
+            return FlashAttn()
     return MathKernel()
 
 

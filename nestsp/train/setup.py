@@ -100,7 +100,7 @@ def build_executor(
         links,
         world.rank,
         world.device,
-        choose_kernel(world.device, dtype, prepared.shape.head_dim),
+        choose_kernel(world.device, dtype, prepared.shape.head_dim, softcap=bool(prepared.shape.softcap)),
         AttentionTimer(world.device),
         streaming,
     )

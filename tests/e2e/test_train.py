@@ -66,6 +66,7 @@ def test_a_run_says_what_it_does_in_plain_lines_and_nothing_on_stderr(finished: 
     assert "\r" not in finished.out
     banner, steps, files = finished.out.strip().split("\n\n")
     for line in (
+        "probe    2 layers of the model made small, local and hybrid: logits, loss and gradients equal each sequence ",
         "run      runs/tiny-1",
         "4 ranks on 1 host; cpu",
         "qwen3_moe: 2 layers, hidden 32, 4 query / 2 key-value heads of 8, 4 experts (2 a token) in 2 layers;",

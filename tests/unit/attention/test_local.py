@@ -308,6 +308,8 @@ def test_the_kernel_follows_from_device_dtype_and_head_size() -> None:
     assert isinstance(choose_kernel(gpu, torch.bfloat16, 128), CudaFlash)
     for dtype, size in ((torch.float32, 128), (torch.float64, 64), (torch.bfloat16, 36), (torch.bfloat16, 264)):
         assert isinstance(choose_kernel(gpu, dtype, size), MathKernel)
+        assert isinstance(choose_kernel(gpu, dtype, size, softcap=True), MathKernel)
+    assert isinstance(choose_kernel(CPU, torch.float32, 64, softcap=True), MathKernel)
 
 
 def test_pytorchs_gpu_operators_still_take_what_we_give_them() -> None:
