@@ -89,7 +89,7 @@ class Cell:
     keep: Keep = "none"
     num_kept_layers: int = 0
     dtype: torch.dtype = torch.float32
-    rank_tokens: int = 1024
+    rank_tokens: int = 256
 
     def plan(self) -> Plan:
         """Groups of all levels at once, or each rank alone."""

@@ -7,21 +7,28 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from nestsp.attention.local import choose_kernel
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import make_links
 from nestsp.config import RunConfig, load_config
 from nestsp.execute.executor import Executor
+from nestsp.execute.local import LocalTokens
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
-from nestsp.model.adapter import build_model, model_config
+from nestsp.model.adapter import build_model, decoder_layers, model_config
 from nestsp.model.derive import model_shape
+from nestsp.model.logits import logit_function
+from nestsp.model.loss import sliced_nll
 from nestsp.model.root import LossRoot
 from nestsp.train.parallelize import shard_root
 
@@ -80,6 +87,23 @@ def make_executor(config: RunConfig, tree: GroupTree, rank: int) -> Executor:
     links = make_links(tree, rank, device, ranks_per_host=tree.num_ranks, timeout=timedelta(seconds=120))
     kernel = choose_kernel(device, torch.float32, shape.head_dim)
     return Executor(root, shape, links, rank, device, kernel, AttentionTimer(device))
+
+
+def plain_nll(model: Any, tokens: LocalTokens, slice_tokens: int, **kwargs: Any) -> Tensor:
+    """Negative log-likelihoods [T] of a model with an attention that is not nestsp's, its loss in slices like ours."""
+    output = model.base_model(
+        input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False, return_dict=True, **kwargs
+    )
+    return sliced_nll(logit_function(model), output.last_hidden_state[0], tokens.targets, slice_tokens)
+
+
+def recompute_every_layer(model: nn.Module) -> None:
+    """Recompute every layer of a model that nestsp does not run."""
+    for layer in decoder_layers(model):
+        layer.gradient_checkpointing = True
+        layer.__dict__["_gradient_checkpointing_func"] = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def where() -> str:

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common import where
+from benchmarks.common import plain_nll, recompute_every_layer, where
 from nestsp.attention.local import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
@@ -106,17 +104,15 @@ def make_plan(lengths: list[int]) -> tuple[Plan, float]:
 
 def reference(lengths: list[int], tokens: Mapping[int, Any]) -> dict[str, Tensor]:
     """Gradients of one process, each sequence alone."""
-    root = LossRoot(build_model(model_config(MODEL), seed=0, attention="sdpa"), SLICE_TOKENS)
-    for layer in decoder_layers(root.model):
-        layer.gradient_checkpointing = True
-        layer.__dict__["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+    model = build_model(model_config(MODEL), seed=0, attention="sdpa")
+    recompute_every_layer(model)
     alone = GroupTree(())
     for number, length in enumerate(lengths):
         batch = SequenceBatch((number,), (length,))
         plan = Plan.of_groups(alone, batch, [{alone.group(0, 0): [0]}], "reference")
         local = load_local(rank_spans(plan, 0)[0], batch, lambda i, a, b: tokens[i][a:b], CPU)
-        weighted_sum(local, root(local, None)).backward()
-    return {name.removeprefix("model."): p.grad for name, p in root.named_parameters() if p.grad is not None}
+        weighted_sum(local, plain_nll(model, local, SLICE_TOKENS)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def main() -> None:

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from benchmarks.common import interleave, make_executor, quickstart, ratio, where
+from benchmarks.common import interleave, make_executor, plain_nll, quickstart, ratio, recompute_every_layer, where
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.execute.executor import Executor
 from nestsp.execute.local import weighted_sum
 from nestsp.model.adapter import build_model, model_config
-from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
 from nestsp.train.update import make_optimizer, update
 
@@ -41,7 +40,6 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    nestsp: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """PyTorch's own causal attention over each sequence of a pack."""
@@ -68,17 +66,16 @@ def main() -> None:
     ours = step_of(executor, plan, tokens, optimizer, num_targets)
 
     AttentionInterface.register("packed_sdpa", packed_sdpa)
-    rival_root = LossRoot(
-        build_model(model_config(config.model.config), seed=0, attention="packed_sdpa"), config.train.loss_slice_tokens
-    )
-    rival_root.model.gradient_checkpointing_enable({"use_reentrant": False})  # ours recomputes every layer too
-    rival_optimizer = make_optimizer(rival_root, config.train, fused=False)
+    slice_tokens = config.train.loss_slice_tokens
+    rival_model = build_model(model_config(config.model.config), seed=0, attention="packed_sdpa")
+    recompute_every_layer(rival_model)  # as ours does
+    rival_optimizer = make_optimizer(rival_model, config.train, fused=False)
     local = executor.load(plan, lambda i, a, b: tokens[i, a:b]).microbatches[0]
 
     def rival() -> float:
         start = time.perf_counter()
-        weighted_sum(local.tokens, rival_root(local.tokens, None)).backward()
-        update(rival_root, rival_optimizer, total_weight=num_targets, max_grad_norm=1.0, lr=1e-3)
+        weighted_sum(local.tokens, plain_nll(rival_model, local.tokens, slice_tokens)).backward()
+        update(rival_model, rival_optimizer, total_weight=num_targets, max_grad_norm=1.0, lr=1e-3)
         return time.perf_counter() - start
 
     a, b = interleave(ours, rival, NUM_PAIRS)

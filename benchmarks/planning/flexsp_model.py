@@ -191,6 +191,8 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         num_layers=0,
         num_crossing=sum(degree > 8 for degree in degrees),
         check=lambda batch: _check(model, batch),
+        in_slices=lambda plan: plan,
+        as_any_kind=lambda plan: plan,
         finish=lambda plan: dataclasses.replace(plan),
         evaluate=lambda plan: Verdict(batch_time_s(model, plan), sum(rank_times_s(model, plan))),
     )

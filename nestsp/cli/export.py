@@ -24,7 +24,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     Args:
         checkpoint: A checkpoint's folder, or a run's, whose latest is taken.
         out: Where to; its name must be free or an export's.
-        dtype: Of the exported numbers. Adapters are merged.
+        dtype: Of the exported numbers.
         tokenizer: A tokenizer's folder, whose files are copied along.
 
     Raises:
@@ -38,8 +38,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, tokenizer: Path |
     with screen.progress("exporting", None):
         keys, tensors = read_model(found)
         tensors.pop("router_counts", None)  # of the run's routers, not the model's
-        lora = read_progress(found).settings.get("train.lora")
-        if lora is not None:
+        if (lora := read_progress(found).settings.get("train.lora")) is not None:
             tensors = merge_adapters(tensors, lora["alpha"] / lora["rank"])
         converted = {name: tensor.to(_DTYPES[dtype]) for name, tensor in tensors.items()}
         config = AutoConfig.for_model(keys.pop("model_type"), **keys)  # no remote code, whatever the keys say

@@ -8,6 +8,7 @@ member sends or receives.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -220,17 +221,20 @@ def make_comm_cost(
     return CommCost(shape, cluster, tree, profile, tree.num_ranks, crosses, rate, latency, levels, element_bytes)
 
 
+@functools.lru_cache(maxsize=1024)
 def member_widths(shape: ModelShape, payload: Payload, degree: int) -> npt.NDArray[Any]:
     """Elements per token that each member of a group works for.
 
     Returns:
-        [degree], from the heads of `nestsp.shape.head_shares`; whole numbers if the payload has them.
+        [degree], from the heads of `nestsp.shape.head_shares`; whole numbers if the payload has them. Read-only: the
+        same array is given to all who ask.
     """
     edges = np.arange(degree + 1, dtype=np.int64) * shape.num_heads // degree
     first, stop = edges[:-1], edges[1:]
     per_kv = shape.num_heads // shape.num_kv_heads
     kv = np.where(stop > first, (stop - 1) // per_kv - first // per_kv + 1, 0)
     widths: npt.NDArray[Any] = (payload.query * (stop - first) + payload.kv * kv) * shape.head_dim
+    widths.flags.writeable = False
     return widths
 
 
@@ -259,6 +263,7 @@ def _num_hosts(cluster: Cluster, degree: int, num_ranks: int) -> int:
     return int(((first + degree - 1) // cluster.ranks_per_host - first // cluster.ranks_per_host).max()) + 1
 
 
+@functools.lru_cache(maxsize=1024)
 def _exchange_time(
     shape: ModelShape,
     cluster: Cluster,

@@ -18,6 +18,7 @@ pass within 5 %.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,9 @@ Floats = npt.NDArray[np.float64]
 MOMENTS = ("loss slice", "last backward", "recompute", "update")
 # Master parameter, gradient and AdamW's two moments, all float32.
 _STATE_BYTES = 16
+_FROZEN_BYTES = 4
 # Of a token: its id, position, target and sequence, int64, and its weight and likelihood, float32.
 _TOKEN_BYTES = 4 * 8 + 2 * 4
-_FROZEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class MemoryCost:
         Returns:
             float64 [degree], or broadcast with ``tokens``.
         """
-        queries, keys = self._head_parts(degree, ring_degree)
+        queries, keys = _head_parts(self.shape, degree, ring_degree)
         size, shape = self.element_bytes, self.shape
         log_sums = max(4, size) * shape.num_heads * queries
         if kept or degree == ring_degree:
@@ -168,7 +169,7 @@ class MemoryCost:
             kept: The group keeps its attention's output.
         """
         size, wide = self.element_bytes, max(4, self.element_bytes)
-        shares = self._head_parts(degree, ring_degree)
+        shares = _head_parts(self.shape, degree, ring_degree)
         query, key = self.shape.query_width * shares[0], self.shape.kv_width * shares[1]
         home = (self.shape.query_width + 2 * self.shape.kv_width) / degree
         if degree == 1:
@@ -271,17 +272,20 @@ class MemoryCost:
         """
         return self.token + (self.shape.num_layers - 1) * self.layer_input + self.layer_local + self.gradients
 
-    def _head_parts(self, degree: int, ring_degree: int) -> tuple[Floats, Floats]:
-        """Of each member, per token of the group: the tokens that it sees × its heads / all heads; queries, then keys.
 
-        Returns:
-            Two of float64 [degree].
-        """
-        inner = degree // ring_degree
-        parts = []
-        for payload, width in ((Payload(1, 0), self.shape.query_width), (Payload(0, 1), self.shape.kv_width)):
-            parts.append(np.tile(member_widths(self.shape, payload, inner) / width, ring_degree) / ring_degree)
-        return parts[0], parts[1]
+@functools.lru_cache(maxsize=1024)
+def _head_parts(shape: ModelShape, degree: int, ring_degree: int) -> tuple[Floats, Floats]:
+    """Of each member, per token of the group: the tokens that it sees × its heads / all heads; queries, then keys.
+
+    Returns:
+        Two of float64 [degree], read-only.
+    """
+    parts = []
+    for payload, width in ((Payload(1, 0), shape.query_width), (Payload(0, 1), shape.kv_width)):
+        widths = member_widths(shape, payload, degree // ring_degree)
+        parts.append(np.tile(widths / width, ring_degree) / ring_degree)
+        parts[-1].flags.writeable = False
+    return parts[0], parts[1]
 
 
 def make_memory_cost(
@@ -312,7 +316,9 @@ def make_memory_cost(
     states = (_STATE_BYTES * num_trained + _FROZEN_BYTES * (shape.num_parameters - num_trained)) / num_shards
     # A normalisation: its input in float32 and its scale; what it normalised; what it gives to a projection.
     norm = (4 + 2 * size) * hidden + 4
-    head_norms = (4 + size) * (query + kv) + 4 * (shape.num_heads + shape.num_kv_heads) if shape.head_norms else 0
+    norms_a_block = shape.layer_norms / 2
+    head_norms = (4 + size) * (query + kv) + 4 * (shape.num_heads + shape.num_kv_heads)
+    head_norms = head_norms if shape.head_norms or shape.width_norms else 0
     dense = size * (4 if shape.gated_mlp else 2) * shape.intermediate_size, size * 3 * shape.intermediate_size
     blocks = [dense] if shape.num_moe_layers < shape.num_layers else []
     if shape.num_moe_layers:
@@ -327,6 +333,7 @@ def make_memory_cost(
         gathered += options.mlp_slice_tokens * (feed_forward + feed_forward_gradients)
         feed_forward = feed_forward_gradients = 0
     keeps_inputs = not (options.offloads_inputs or options.forward_only)
+    works_back = not options.forward_only
     return MemoryCost(
         shape=shape,
         element_bytes=size,
@@ -336,10 +343,10 @@ def make_memory_cost(
         last_hidden=norm,
         layer_input=size * hidden if keeps_inputs else 0,
         kept_output=size * query + wide * shape.num_heads,
-        layer_attention=norm + head_norms + size * query,
-        layer_feed_forward=norm + feed_forward,
-        attention_gradients=0 if options.forward_only else size * (hidden + query),
-        gradients=0 if options.forward_only else 2 * size * hidden + feed_forward_gradients,
+        layer_attention=norms_a_block * norm + head_norms + size * query,
+        layer_feed_forward=norms_a_block * norm + feed_forward,
+        attention_gradients=size * (hidden + query) if works_back else 0,
+        gradients=2 * size * hidden + feed_forward_gradients if works_back else 0,
         loss_hidden=(1 if options.forward_only else 2) * size * hidden,
         loss_slice=loss_slice_tokens * shape.vocab_size * 3 * wide,
         update=0 if options.forward_only else 2 * 4 * num_trained / num_shards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,10 +80,16 @@ class CostModel:
         return num_bytes / self.profile.memory_bytes_per_s
 
     def head_fractions(self, level: int, ring_degree: int = 1) -> npt.NDArray[np.float64]:
-        """Query heads of each member of a level's groups, over all heads."""
-        inner = self.tree.degree(level) // ring_degree
-        heads = np.diff(np.arange(inner + 1, dtype=np.int64) * self.shape.num_heads // inner)
-        return np.tile(heads / self.shape.num_heads, ring_degree)
+        """Query heads of each member of a level's groups, over all heads, read-only."""
+        return _head_fractions(self.shape.num_heads, self.tree.degree(level) // ring_degree, ring_degree)
+
+
+@functools.lru_cache(maxsize=1024)
+def _head_fractions(num_heads: int, inner: int, ring_degree: int) -> npt.NDArray[np.float64]:
+    heads = np.diff(np.arange(inner + 1, dtype=np.int64) * num_heads // inner)
+    fractions = np.tile(heads / num_heads, ring_degree)
+    fractions.flags.writeable = False
+    return fractions
 
 
 def make_cost_model(

@@ -274,10 +274,9 @@ class SampleTable:
                 line += f"; columns not read: {', '.join(meta['ignored'])}"
             if self.shares:
                 share = self.shares[number]
-                line += (
-                    f"; an epoch takes {format_count(share.num_taken)} of {plural(share.num_samples, 'sample')}, about "
-                    f"{num_tokens[number] / sum(num_tokens):.0%} of all tokens"
-                )
+                passes = f"{share.num_taken / share.num_samples:.3g} × its {format_count(share.num_samples)}"
+                part = f"{num_tokens[number] / sum(num_tokens):.0%}"
+                line += f"; an epoch takes {plural(share.num_taken, 'sample')} ({passes}), about {part} of all tokens"
             lines.append(line)
         return lines
 

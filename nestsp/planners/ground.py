@@ -24,6 +24,7 @@ from nestsp.cost.bound import check_fits
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import Plan
+from nestsp.planners.kinds import with_kinds
 from nestsp.planners.levels import Packing
 from nestsp.planners.recompute import spend_memory
 from nestsp.schedule import make_schedule
@@ -95,6 +96,8 @@ class Ground:
         num_layers: How many could be kept.
         num_crossing: Levels whose groups cross hosts; those after them do not.
         check: Raises what tells a user why a batch does not fit at all.
+        in_slices: The same placement, each group in the slices of heads that are fastest for it alone.
+        as_any_kind: The same placement, each group of the kind, rings and hybrids among them, that is fastest for it.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
         evaluate: Judges a finished plan.
     """
@@ -118,6 +121,8 @@ class Ground:
     num_layers: int
     num_crossing: int
     check: Callable[[SequenceBatch], None]
+    in_slices: Callable[[Plan], Plan]
+    as_any_kind: Callable[[Plan], Plan]
     finish: Callable[[Plan], Plan]
     evaluate: Callable[[Plan], Verdict]
 
@@ -273,6 +278,8 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         num_layers=layers,
         num_crossing=sum(any(link.network for link in comm.forward(level)) for level in range(tree.num_levels)),
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
+        in_slices=lambda plan: with_kinds(plan, cost, "ulysses"),
+        as_any_kind=lambda plan: with_kinds(plan, cost, "ulysses" if shape.window else "auto"),
         finish=lambda plan: spend_memory(plan, cost),
         evaluate=lambda plan: _judge(plan, cost, streaming),
     )

@@ -20,14 +20,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from nestsp.cost.comm import LinkTime
 from nestsp.cost.compute import Direction
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
 from nestsp.plan import AttentionKind, Placement, Plan
-from nestsp.planners.baselines import Judged
-from nestsp.planners.ground import Ground
+
+if TYPE_CHECKING:  # grounds offer kinds
+    from nestsp.planners.baselines import Judged
+    from nestsp.planners.ground import Ground
 
 __all__ = ["Kind", "alone_s", "choose_kinds", "kinds_of", "with_kinds"]
 
@@ -59,7 +62,7 @@ def choose_kinds(judged: Judged, ground: Ground, cost: CostModel, wanted: Attent
     if placed == judged.plan:
         return judged
     plan = ground.finish(placed)
-    other = Judged(plan, ground.evaluate(plan).makespan_s)
+    other = dataclasses.replace(judged, plan=plan, makespan_s=ground.evaluate(plan).makespan_s)
     if wanted in ("auto", "ulysses"):
         return min(judged, other, key=lambda j: j.makespan_s)
     if math.isinf(other.makespan_s):
@@ -82,8 +85,9 @@ def with_kinds(plan: Plan, cost: CostModel, wanted: AttentionKind) -> Plan:
 def _with_kind(plan: Plan, placement: Placement, cost: CostModel, wanted: AttentionKind) -> Placement:
     level, degree = placement.group.level, placement.group.degree
     lengths = [plan.batch.lengths[s] for s in placement.sequences]
-    kinds = kinds_of(degree, cost.shape.num_heads, wanted)
-    best = min(kinds, key=lambda kind: (alone_s(level, kind, lengths, cost), kind))
+    best, *others = kinds = kinds_of(degree, cost.shape.num_heads, wanted)
+    if others:
+        best = min(kinds, key=lambda kind: (alone_s(level, kind, lengths, cost), kind))
     return dataclasses.replace(placement, ring_degree=best.ring_degree, num_slices=best.num_slices)
 
 

@@ -90,7 +90,12 @@ def run_ground(
         of_memory(batch)
         _check_longest(limited, batch, "set train.recompute = true, " if can.num_kept_layers else "")
 
-    return dataclasses.replace(ground, check=check, finish=lambda plan: _finish(plan, cost, can, ground.finish))
+    return dataclasses.replace(
+        ground,
+        check=check,
+        as_any_kind=ground.as_any_kind if can.rings else ground.in_slices,
+        finish=lambda plan: _finish(plan, cost, can, ground.finish),
+    )
 
 
 def check_cap(tree: GroupTree, max_tokens_per_rank: int, names: Sequence[int], lengths: Sequence[int]) -> None:

@@ -28,7 +28,8 @@ def spend_memory(plan: Plan, cost: CostModel) -> Plan:
 
 def _spend(plan: Plan, number: int, cost: CostModel) -> Microbatch:
     memory, limit = cost.memory, cost.memory_per_rank_bytes
-    bare = tuple(dataclasses.replace(p, keep="none") for p in plan.microbatches[number].placements)
+    placed = plan.microbatches[number].placements
+    bare = tuple(p if p.keep == "none" else dataclasses.replace(p, keep="none") for p in placed)
     plan = dataclasses.replace(plan, microbatches=(Microbatch(bare),))
     tokens = rank_tokens(plan, 0, cost)
     free = limit - memory.peak_bytes(tokens)

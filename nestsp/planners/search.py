@@ -7,9 +7,9 @@
 2. *Packing.* For each difference, the least total that `pack_within` can keep is found by bisection, if it beats what
    another difference gave.
 3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
-   leaves first; the best of these are balanced by what the ground says of each rank (`balance`), and the best of all is
-   judged root first too. So are the plans of every single level, BASP and greedy disjoint groups, but for those that
-   provably end later: so it is never slower than any of them.
+   leaves first. The best of them is judged in slices of heads, balanced by what the ground says of each rank
+   (`balance`), and judged root first. So are the plans of every single level, BASP and greedy disjoint groups, but for
+   those that provably end later: it is never slower than any of them. Last, its groups may become rings and hybrids.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
@@ -60,8 +60,7 @@ _PACKINGS = 3
 _NUMBERS = 3
 _HOPELESS = 1.05
 _FINALISTS = 4
-# Of the finalists so many are balanced by their verdicts, the head counting so much of itself.
-_BALANCED = 2
+# Which part of itself the head counts when the best is balanced.
 _HEAD_PARTS = (0.0, 0.5)
 
 
@@ -84,9 +83,13 @@ class NestedGroups:
         ground = self.ground
         ground.check(batch)
         placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
-        finished = [ground.finish(plan) for plan in placed]
-        found = sorted(((plan, ground.evaluate(plan)) for plan in finished), key=_makespan)
-        best = min((self._balanced(*each) for each in found[:_BALANCED]), key=_makespan, default=None)
+        found = sorted((self._finished(plan) for plan in placed), key=_makespan)
+        best = found[0] if found else None
+        if best is not None:
+            sliced = ground.in_slices(best[0])
+            if sliced != best[0]:
+                best = min(best, self._finished(sliced), key=_makespan)
+            best = self._balanced(*best)
         if best is not None and best[0].level_order[0] != 0:
             root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
             best = min(best, (root_first, ground.evaluate(root_first)), key=_makespan)
@@ -101,15 +104,21 @@ class NestedGroups:
             best = self._balanced(judged.plan, ground.evaluate(judged.plan))
         if best is None:
             raise refusal(batch)
+        mixed = ground.as_any_kind(best[0])
+        if mixed != best[0]:
+            best = min(best, self._finished(mixed), key=_makespan)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
+
+    def _finished(self, placed: Plan) -> tuple[Plan, Verdict]:
+        plan = self.ground.finish(placed)
+        return plan, self.ground.evaluate(plan)
 
     def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
         """A plan with its short sequences dealt anew where that makes it faster."""
         for head_part in _HEAD_PARTS if self.ground.head_s else (0.0,):
             dealt = balance(plan, verdict.layers_s, self.ground, head_part)
             if dealt is not None:
-                closer = self.ground.finish(dealt)
-                plan, verdict = min((plan, verdict), (closer, self.ground.evaluate(closer)), key=_makespan)
+                plan, verdict = min((plan, verdict), self._finished(dealt), key=_makespan)
         return plan, verdict
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:

@@ -168,8 +168,10 @@ class PlanningTask:
         """A function that plans batches; made once, since prices and planner are."""
         cost = self.cost()
         ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming)
-        planner = make_planner(self.planner, ground, self.degree)
         kind: AttentionKind = self.attention if self.can.rings else "ulysses"
+        if kind != "auto":
+            ground = dataclasses.replace(ground, as_any_kind=ground.in_slices)
+        planner = make_planner(self.planner, ground, self.degree)
 
         def judge(batch: SequenceBatch) -> Judged:
             return choose_kinds(planner.judge(batch), ground, cost, kind)

@@ -8,6 +8,7 @@ batch and compares digests, before it acts.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -28,10 +29,18 @@ _AHEAD = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """One step's plan, and where the data stand after it."""
+    """One step's plan.
+
+    Attributes:
+        planned: The plan.
+        after: Where the data stand after it.
+        wait_s: Seconds that this rank waited until it had it; checking it with the others, who may be late for reasons
+            of their own, comes after.
+    """
 
     planned: Planned
     after: DataState
+    wait_s: float
 
 
 class PlanFeed:
@@ -69,8 +78,10 @@ class PlanFeed:
             if self._process is not None:
                 self._process.submit(batch)
         batch, after = self._ahead.popleft()
+        begun = time.perf_counter()
         answer: str | NestspError | None = self._answer() if self._world.is_first else None
         text = self._world.share(answer)
+        wait_s = time.perf_counter() - begun
         assert isinstance(text, (str, NestspError))
         found: list[Planned] = []
         digests = self._world.agree(lambda: self._check(text, batch, found))
@@ -78,7 +89,7 @@ class PlanFeed:
             raise everywhere(
                 PlanError("the ranks hold different plans of one batch, but must hold the same; report this as a bug")
             )
-        return PlannedBatch(found[0], after)
+        return PlannedBatch(found[0], after, wait_s)
 
     def close(self) -> None:
         """End the planning process."""

@@ -337,12 +337,12 @@ class _Loop:
     def _step(self, step: int, data: DataState, feed: PlanFeed, speed: SpeedMeter) -> _Step:
         config, place = self.prepared.config.train, self.executor.place
         place.step, place.task = step, "waits for its plan"
-        before_plan = time.perf_counter()
+        begun = time.perf_counter()
         taken = feed.take()
         planned, plan = taken.planned, taken.planned.plan
-        start = time.perf_counter()
         self.executor.timer.begin()
         place.task = "reads its tokens"
+        before_load = time.perf_counter()
         local = self.executor.load(plan, self.prepared.samples.read)
         loaded = time.perf_counter()
         place.task = "runs"
@@ -351,7 +351,7 @@ class _Loop:
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
-            self._report(loss_sum, loaded - start, turns), self.world.device, self.world.cluster.num_ranks
+            self._report(loss_sum, loaded - before_load, turns), self.world.device, self.world.cluster.num_ranks
         )
         total_loss = sum(report.loss_sum for report in reports)
         place.task = "updates the weights"
@@ -369,7 +369,7 @@ class _Loop:
             self._finite("gradient norm", norm, step, local)
         else:
             self.optimizer.zero_grad(set_to_none=True)
-        step_s = time.perf_counter() - start
+        step_s = time.perf_counter() - begun - taken.wait_s
         self.trace.write(step, turns)
         estimated_s = speed.estimate_s(planned.makespan_s)
         speed.add(planned.makespan_s, step_s)
@@ -398,7 +398,7 @@ class _Loop:
             planning_s=planned.planning_s,
             attention_s=sum(report.attention_s for report in reports) / len(reports),
             exposed=sum(report.waited_s for report in reports) / len(reports) / step_s,
-            wait_s=start - before_plan,
+            wait_s=taken.wait_s,
             save_s=self.saver.take_wait_s(),
             load_s=max(report.load_s for report in reports),
             peak_memory_bytes=int(reports[fullest].peak_memory_bytes),

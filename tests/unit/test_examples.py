@@ -4,7 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import nestsp
+from nestsp.config import load_config
+from nestsp.data.samples import open_evaluation, open_samples
+from nestsp.data.store import LabelledTokens
 
 ROOT = Path(nestsp.__file__).parents[1]
 
@@ -21,3 +26,17 @@ def test_plan_one_batch_draws_a_plan_of_all_three_levels_without_torch() -> None
     assert "rank 3  " in shown
     assert "imbalance (slowest rank / mean - 1): " in shown
     assert float(shown.split()[-1].rstrip("%")) < 15
+
+
+def test_the_chat_example_learns_what_the_assistant_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    data = load_config(Path("examples/chat/run.yaml"), [f"data.cache_dir={tmp_path}"]).data
+    samples, held_out = open_samples(data), open_evaluation(data)
+    assert held_out is not None
+    learned = []
+    for table in (samples, held_out):
+        tokens = table.read(1, 0, int(table.lengths[1]))
+        assert isinstance(tokens, LabelledTokens)
+        learned.append(bytes(token for token, weight in zip(tokens.ids, tokens.weights, strict=True) if weight))
+    assert learned == [b"Eight.<|end|>Six.<|end|>", b"Hallo.<|end|>"]
+    assert len(samples.shares) == 2

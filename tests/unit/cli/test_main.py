@@ -49,7 +49,7 @@ def test_config_prints_every_setting_with_its_meaning() -> None:
 def test_what_config_prints_is_a_config_once_the_required_settings_are_filled_in() -> None:
     text = shown("config")
     required = {
-        "  config:  # text | mapping, required": "  config: {model_type: llama}",
+        "  config: null  # text | mapping | null": "  config: {model_type: llama}",
     }
     for line, filled in required.items():
         assert line in text

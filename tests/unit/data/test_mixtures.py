@@ -190,11 +190,11 @@ def test_the_banner_says_what_an_epoch_takes_of_each_source(tmp_path: Path) -> N
     table = open_samples(_config(tmp_path, (_texts(tmp_path, "a", 9), 1.0), (chat, 3.0)))
     first, second = table.describe_sources()
     assert first.endswith(
-        "a.jsonl: text (text), tokens by bytes; an epoch takes 9 of 9 samples, about 50% of all tokens"
+        "a.jsonl: text (text), tokens by bytes; an epoch takes 9 samples (1 × its 9), about 50% of all tokens"
     )
     assert second.endswith(
-        "tokens.jsonl: tokens (input_ids, labels), tokens as they came; columns not read: id; an epoch takes 6 of 2 "
-        "samples, about 50% of all tokens"
+        "tokens.jsonl: tokens (input_ids, labels), tokens as they came; columns not read: id; an epoch takes 6 "
+        "samples (3 × its 2), about 50% of all tokens"
     )
     assert table.counts.describe() == "11 samples of 24 tokens from 11 documents"
     assert table.vocab_size == 256

@@ -6,12 +6,16 @@ import json
 import multiprocessing
 import os
 import pickle
+import queue
 import shutil
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 
@@ -295,6 +299,22 @@ def test_of_several_processes_at_once_one_builds_and_all_get_the_same_store(tmp_
         assert process.exitcode == 0
     assert sorted(told for told, _ in results) == [False, False, True]
     assert len({digest for _, digest in results}) == 1
+
+
+def test_who_waits_tells_what_the_builder_has_written_of_its_progress(tmp_path: Path) -> None:
+    source = _corpus(tmp_path)
+    key = open_store(source, BYTES, tmp_path / "elsewhere").key
+    (tmp_path / "cache").mkdir()
+    told: queue.Queue[tuple[int, int | None]] = queue.Queue()
+    with ThreadPoolExecutor(1) as threads, filelock.FileLock(tmp_path / "cache" / f"{key}.lock"):
+        (tmp_path / "cache" / f"{key}.progress").write_text("[7, 1")  # half written
+        waiter = threads.submit(open_store, source, BYTES, tmp_path / "cache", lambda *state: told.put(state))
+        time.sleep(0.7)
+        assert told.empty()
+        (tmp_path / "cache" / f"{key}.progress").write_text("[7, 100]")
+        assert told.get(timeout=60) == (7, 100)
+        assert not waiter.done()
+    assert waiter.result(timeout=60).num_tokens == 1005
 
 
 def test_a_store_is_sent_to_another_process_by_its_place_not_its_tokens(tmp_path: Path) -> None:
