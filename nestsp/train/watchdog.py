@@ -5,8 +5,8 @@ for ``stall_s``, it asks all ranks for theirs, through the launcher's key-value 
 has to be awake. Ranks that give none are named too: their processes are stopped, or hang where Python cannot run. Then
 every rank that is awake leaves; the launcher ends the others.
 
-It also keeps a rank from waiting for ever after it was told to end: a step that has not ended a while after that never
-will, since some other rank is gone.
+It also keeps a rank from waiting for ever after it was told to end: one that does not move then waits for a rank that
+is gone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.25
 _ANSWER_S = 3.0
 # A healthy store answers in milliseconds; one whose host has vanished never does.
 _STORE_S = 2.0
-# What a rank that was told to end has for the rest of its step: so much, and twice the longest step it has seen.
+# A rank that was told to end and does not move for so long, and twice the longest step it has seen, never will.
 _END_S = 5.0
 
 
@@ -101,9 +101,9 @@ class Watchdog:
         requests = self._requests
         if requests.stop is None:
             return
-        if self._told_at is None or self._resting:
-            self._told_at = now
-        if requests.num_stops > 1 or now - self._told_at > _END_S + 2 * self._longest_step_s:
+        self._told_at = self._told_at or now
+        stands_s = now - max(self._told_at, self._moved_at)
+        if requests.num_stops > 1 or stands_s > _END_S + 2 * self._longest_step_s:
             os._exit(128 + requests.stop)
 
     def _is_stalled(self, now: float) -> bool:
