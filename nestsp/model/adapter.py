@@ -256,7 +256,7 @@ def _widened(x: Tensor, size: int) -> Tensor:
 def _refuse_misspelt_keys(config: PreTrainedConfig, keys: Mapping[str, Any], family: str) -> None:
     """A misspelt key would silently leave the default in place; unknown keys that are near to none pass."""
     known = {*type(config)().to_dict(), *type(config).attribute_map, *FAMILIES.get(family, ())}
-    for key in sorted(keys.keys() - known - _PUBLISHED_KEYS):
+    for key in sorted(key for key in keys.keys() - known - _PUBLISHED_KEYS if not key.startswith("_")):  # its own notes
         nearest = did_you_mean(key, (known | _PUBLISHED_KEYS) - keys.keys())  # a key that is given too was not meant
         if nearest:
             raise ModelError(f"model.config.{key} is no key of a {family} config{nearest}")

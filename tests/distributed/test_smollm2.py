@@ -156,15 +156,15 @@ def worst_change(root: nn.Module, folder: Path, rank: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_real_weights_train_two_steps_on_2_3_and_4_ranks_as_on_one(pool: RankPool, weights: Path) -> None:
-    """D9, D11: 9 heads and 3 key/value heads on every level of each tree."""
-    for fanouts in ((2,), (3,), (2, 2)):
-        plan = nested_plan(GroupTree(fanouts), keep="output")
-        losses, trained = train_alone(weights, plan)
-        assert losses[1] < losses[0] < 6  # these are the real weights (others give 10.8), and they learn
-        save_file({name: tensor.contiguous() for name, tensor in trained.items()}, weights / "trained.safetensors")
-        del trained
-        ranks = plan.tree.num_ranks
-        results = pool.run(train_planned, weights, plan.to_json(), ranks=ranks, timeout_s=300.0)
-        assert results[0][0] == pytest.approx(losses, rel=1e-12)
-        assert results[0][1] < TOLERANCE
+@pytest.mark.parametrize("fanouts", [(2,), (3,), (2, 2)], ids=str)
+def test_real_weights_train_two_steps_as_on_one_rank(pool: RankPool, weights: Path, fanouts: tuple[int, ...]) -> None:
+    """D9, D11: 9 heads and 3 key/value heads on every level of the tree."""
+    plan = nested_plan(GroupTree(fanouts), keep="output")
+    losses, trained = train_alone(weights, plan)
+    assert losses[1] < losses[0] < 6  # these are the real weights (others give 10.8), and they learn
+    save_file({name: tensor.contiguous() for name, tensor in trained.items()}, weights / "trained.safetensors")
+    del trained
+    ranks = plan.tree.num_ranks
+    results = pool.run(train_planned, weights, plan.to_json(), ranks=ranks, timeout_s=600.0)
+    assert results[0][0] == pytest.approx(losses, rel=1e-12)
+    assert results[0][1] < TOLERANCE

@@ -305,6 +305,11 @@ def test_what_would_be_wrong_is_refused_in_one_sentence(
     assert len(str(caught.value)) < 300
 
 
+def test_notes_that_transformers_leaves_in_a_config_are_no_misspellings() -> None:
+    """As in the config that it saves of a model read from GGUF."""
+    assert model_config({**QWEN3_8B, "_model_name_or_path": "somewhere"}).num_hidden_layers == 36
+
+
 def test_windows_are_told_to_planning() -> None:
     """E3: which layers have one decides what a ring may run."""
     for more, window in (({}, 0), ({"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}, 512)):
