@@ -42,7 +42,7 @@ from nestsp.execute.local import load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import full_gradients
-from nestsp.model.adapter import build_model, decoder_layers, model_config
+from nestsp.model.adapter import build_model, model_config
 from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
