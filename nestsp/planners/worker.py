@@ -89,7 +89,8 @@ def _serve(requests: IO[str], answer: Callable[[str], None]) -> None:
 if __name__ == "__main__":
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; this process ends with its input
+    for which in (signal.SIGINT, signal.SIGTERM):  # for the ranks, which may still want plans; it ends with its input
+        signal.signal(which, signal.SIG_IGN)
     # HiGHS prints its name when it is first used; only answers may reach the rank that reads them.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

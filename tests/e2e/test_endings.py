@@ -104,6 +104,15 @@ def test_a_launcher_that_is_told_to_end_saves_its_last_step_and_ends_all_its_pro
     assert "\nended       as a signal to all ranks asked; --resume auto goes on from here\n" in result.out
 
 
+def test_a_torchrun_that_is_told_to_end_gives_its_ranks_time_to_save(tmp_path: Path) -> None:
+    """It tells their planning process too."""
+    write_run(tmp_path)
+    program = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "nestsp")
+    end(tmp_path, "launcher", signal.SIGTERM, program=program)
+    last = len(losses(tmp_path / "runs" / "tiny-1"))
+    assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+
+
 def test_a_signal_saves_and_goes_on_and_a_file_saves_and_ends(tmp_path: Path) -> None:
     write_run(tmp_path)
     run_folder = tmp_path / "runs" / "tiny-1"
