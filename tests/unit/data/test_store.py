@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
 import pytest
 
 from nestsp.config import DataSource
+from nestsp.data import store as store_module
 from nestsp.data.rows import Source
 from nestsp.data.sources import open_source
 from nestsp.data.store import TokenStore, open_store
@@ -278,11 +280,18 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def _open_in_process(folder: Path, barrier: Barrier, built: multiprocessing.queues.Queue[tuple[bool, str]]) -> None:
     corpus = open_source(DataSource(source=str(folder / "corpus.jsonl")))
-    told: list[int] = []
+    written: list[Any] = []
+    write = store_module._write
+
+    def counted(*args: Any) -> None:
+        written.append(args)
+        write(*args)
+
+    store_module._write = counted  # this process ends with the test
     barrier.wait(60)
-    store = open_store(corpus, BYTES, folder / "cache", lambda done, _: told.append(done))
+    store = open_store(corpus, BYTES, folder / "cache")
     assert store.num_tokens == int(store.lengths.sum())
-    built.put((bool(told), store.digest))
+    built.put((bool(written), store.digest))
 
 
 def test_of_several_processes_at_once_one_builds_and_all_get_the_same_store(tmp_path: Path) -> None:
@@ -297,7 +306,7 @@ def test_of_several_processes_at_once_one_builds_and_all_get_the_same_store(tmp_
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert sorted(told for told, _ in results) == [False, False, True]
+    assert sorted(writes for writes, _ in results) == [False, False, True]
     assert len({digest for _, digest in results}) == 1
 
 
