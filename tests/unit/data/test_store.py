@@ -287,7 +287,7 @@ def _open_in_process(folder: Path, barrier: Barrier, built: multiprocessing.queu
         written.append(args)
         write(*args)
 
-    store_module._write = counted  # this process ends with the test
+    vars(store_module)["_write"] = counted  # this process ends with the test
     barrier.wait(60)
     store = open_store(corpus, BYTES, folder / "cache")
     assert store.num_tokens == int(store.lengths.sum())
