@@ -34,8 +34,8 @@ KEYS = {
     "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s",
     "tokens_per_s_per_rank", "flops_per_s_per_rank", "mfu", "save_s", "load_s", "peak_memory_bytes",
     "peak_memory_rank", "step_s",
-    "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "wait_s",
-    "imbalance", "num_microbatches", "num_sequences_by_degree",
+    "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "exposed", "wait_s",
+    "imbalance", "num_microbatches", "num_sequences_by_degree", "router_loss",
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_run_says_what_it_does_in_plain_lines_and_nothing_on_stderr(finished: 
     for number, line in enumerate(steps.splitlines(), start=1):
         assert re.fullmatch(
             rf"step {number}/6  loss \d\.\d{{4}}  lr \S+  grad norm \S+  [\d,]+ tokens/s  [\d.]+ m?s"
-            r"(  ?\(estimated [\d.]+ [mµ]?s\))?  imbalance [\d.]+%  microbatches \d+  sequences by degree( \d:\d+)+",
+            r"(  ?\(estimated [\d.]+ [mµ]?s\))?  imbalance [\d.]+%  exposed [\d.]+%  microbatches \d+  sequences by degree( \d:\d+)+",
             line,
         ), line
         assert ("estimated" in line) == (number > 2), "there are rates from two steps on"
