@@ -187,7 +187,13 @@ def plan_lengths(
     assert best.timeline is not None
     plan = best.timeline.schedule.plan
     if trace is not None:
-        write_trace(simulate(best.timeline.schedule, cost, record=True), trace)
+        try:
+            write_trace(simulate(best.timeline.schedule, cost, record=True), trace)
+        except OSError as error:
+            raise ConfigError(
+                f"--trace is {trace}, but that cannot be written ({error.strerror}); name a file in a folder that is "
+                "there"
+            ) from None
     if as_json:
         about = {
             "estimated": True,

@@ -7,8 +7,10 @@ name, from the config before any rank starts and again from the arguments that a
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as hf_logging
 
 from nestsp.attention.streaming import AttentionContext, attend_groups
 from nestsp.errors import ModelError, did_you_mean
@@ -123,7 +126,8 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
             f"{did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}"
         )
     try:
-        config = AutoConfig.for_model(family, **keys)
+        with _only_errors():  # it warns of special tokens beyond the vocabulary, which nestsp does not use
+            config = AutoConfig.for_model(family, **keys)
     except Exception as error:
         raise ModelError(
             f"model.config is no {family} config that Transformers takes: {' '.join(str(error).split())}"
@@ -131,6 +135,17 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
     _refuse_misspelt_keys(config, keys, family)
     _refuse_what_would_be_wrong(config)
     return config
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Transformers' own messages below errors are not shown."""
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTION, **kwargs: Any) -> PreTrainedModel:

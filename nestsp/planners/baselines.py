@@ -347,6 +347,12 @@ class DisjointGroups:
             packing = _pack_disjoint(self.ground, split, seconds, sizes)
             if packing is not None and (best is None or packing.slowest_s < best.slowest_s):
                 best = packing
+        last = tree.num_levels - 1
+        while best is None and last >= 0:  # too few ranks for several degrees: all on groups of one
+            best = _pack_disjoint(
+                self.ground, _Split({last: part}, {last: num_groups(tree, last)}, 0.0), seconds, sizes
+            )
+            last -= 1
         return best
 
 

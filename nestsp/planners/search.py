@@ -83,8 +83,8 @@ class NestedGroups:
         ground = self.ground
         ground.check(batch)
         placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
-        found = sorted((self._finished(plan) for plan in placed), key=_makespan)
-        best = found[0] if found else None
+        finished = [self._finished(plan) for plan in placed]
+        best = min((each for each in finished if math.isfinite(each[1].makespan_s)), key=_makespan, default=None)
         if best is not None:
             sliced = ground.in_slices(best[0])
             if sliced != best[0]:

@@ -48,7 +48,7 @@ from nestsp.train.limits import decide_limits
 from nestsp.train.prepare import Prepared, planning_task
 from nestsp.train.setup import build_executor
 from nestsp.train.trainer import prepare_with_progress
-from nestsp.train.world import World, join_world
+from nestsp.train.world import World, everywhere, join_world
 from nestsp.units import format_count, plural
 
 __all__ = ["TOLERANCE", "choose_plan", "verify"]
@@ -70,6 +70,13 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     Returns:
         0 if loss, gradient norm, every gradient and every expert choice agree, else a code that ends the job with 1.
     """
+    if config.train.lora is not None:
+        raise everywhere(
+            ConfigError(
+                "train.lora is set, but nestsp verify compares the gradients of the whole model with Transformers' own; "
+                "set it to null (tests/distributed/test_lora.py compares adapters)"
+            )
+        )
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)

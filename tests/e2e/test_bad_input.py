@@ -83,7 +83,8 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         ),
         (
             ["verify", "tiny.yaml", "--set", "model.config.model_type=gpt2"],
-            "ModelError: model_type is 'gpt2', but nestsp runs llama, qwen3, qwen3_moe",
+            "ModelError: model.config.num_experts_per_tok is no key of a gpt2 config; did you mean "
+            "'experts_per_token'?",
         ),
         (
             ["verify", "tiny.yaml", "--max-tokens", "0"],

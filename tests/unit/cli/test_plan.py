@@ -163,7 +163,7 @@ def test_the_model_may_be_a_config_json(
         (["--planner", "nsp,bsp"], "did you mean 'basp'?"),
         (["--network", "inf"], "--network is inf, but it must be a number above 0"),
         (["--memory", "1"], "InfeasibleError: the model needs"),
-        (["--memory", "26"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
+        (["--memory", "27"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
         (["--max-length", "9000", "--over-length", "error"], "sequence 0 has 60,000 tokens, but the limit is 9,000"),
         (["--over-length", "split"], "the policies are drop, truncate, error; splitting makes several samples of one"),
         (["--over-length", "trunc"], "did you mean 'truncate'?"),

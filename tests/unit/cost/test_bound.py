@@ -116,3 +116,12 @@ def test_a_sequence_that_does_not_fit_is_named_with_numbers() -> None:
 def test_an_empty_batch_costs_its_gathers_alone() -> None:
     bound = lower_bound(SequenceBatch((), ()), model(2, 2))
     assert 0 < bound.makespan_s < 0.2
+
+
+def test_a_model_whose_update_does_not_fit_is_refused_whatever_its_tokens() -> None:
+    cost = make_cost_model(known_model("mixtral-8x7b"), Cluster(1, 7), load_profile("h100"))
+    memory = cost.memory
+    assert memory.fixed < memory.states + memory.update  # Adam's temporaries are more than two gathered layers here
+    tight = dataclasses.replace(cost, memory_per_rank_bytes=memory.states + 0.9 * memory.update)
+    with pytest.raises(InfeasibleError, match="while the optimizer updates it"):
+        check_fits([0], [1], tight)
