@@ -75,8 +75,8 @@ def check_fits(names: Sequence[int], lengths: Sequence[int], cost: CostModel) ->
     if memory.states + memory.update > limit:
         raise InfeasibleError(
             f"the model needs {format_bytes(memory.states + memory.update)} on each of {ranks} ranks while the "
-            f"optimizer updates it ({format_bytes(memory.states)} of them states), but a rank may use {format_bytes(limit)}; "
-            "take more ranks or devices with more memory"
+            f"optimizer updates it ({format_bytes(memory.states)} of them states), but a rank may use "
+            f"{format_bytes(limit)}; take more ranks or devices with more memory"
         )
     if memory.fixed >= limit:
         raise InfeasibleError(

@@ -73,7 +73,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     if config.train.lora is not None:
         raise everywhere(
             ConfigError(
-                "train.lora is set, but nestsp verify compares the gradients of the whole model with Transformers' own; "
+                "train.lora is set, but nestsp verify compares gradients of the whole model with Transformers' own; "
                 "set it to null (tests/distributed/test_lora.py compares adapters)"
             )
         )
