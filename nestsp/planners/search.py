@@ -60,6 +60,8 @@ _PACKINGS = 3
 _NUMBERS = 3
 _HOPELESS = 1.05
 _FINALISTS = 4
+# A plan whose slowest ranks work for less of its time is not refined.
+_MOST = 0.85
 # Which part of itself the head counts when the best is balanced.
 _HEAD_PARTS = (0.0, 0.5)
 
@@ -85,14 +87,8 @@ class NestedGroups:
         placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
         finished = [self._finished(plan) for plan in placed]
         best = min((each for each in finished if math.isfinite(each[1].makespan_s)), key=_makespan, default=None)
-        if best is not None:
-            sliced = ground.in_slices(best[0])
-            if sliced != best[0]:
-                best = min(best, self._finished(sliced), key=_makespan)
-            best = self._balanced(*best)
-        if best is not None and best[0].level_order[0] != 0:
-            root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
-            best = min(best, (root_first, ground.evaluate(root_first)), key=_makespan)
+        if best is not None and _ranks_decide(best[1]):
+            best = self._refined(*best)
         below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
         others = []
@@ -104,14 +100,25 @@ class NestedGroups:
             best = self._balanced(judged.plan, ground.evaluate(judged.plan))
         if best is None:
             raise refusal(batch)
-        mixed = ground.as_any_kind(best[0])
-        if mixed != best[0]:
+        if _ranks_decide(best[1]) and (mixed := ground.as_any_kind(best[0])) != best[0]:
             best = min(best, self._finished(mixed), key=_makespan)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
 
     def _finished(self, placed: Plan) -> tuple[Plan, Verdict]:
         plan = self.ground.finish(placed)
         return plan, self.ground.evaluate(plan)
+
+    def _refined(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
+        """The plan in slices of heads, balanced, and root first, each if that is faster."""
+        best = plan, verdict
+        sliced = self.ground.in_slices(plan)
+        if sliced != plan:
+            best = min(best, self._finished(sliced), key=_makespan)
+        best = self._balanced(*best)
+        if best[0].level_order[0] != 0:
+            root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
+            best = min(best, (root_first, self.ground.evaluate(root_first)), key=_makespan)
+        return best
 
     def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
         """A plan with its short sequences dealt anew where that makes it faster."""
@@ -258,6 +265,11 @@ class _Search:
 
 def _first(pair: tuple[float, Packing]) -> float:
     return pair[0]
+
+
+def _ranks_decide(verdict: Verdict) -> bool:
+    """The slowest ranks' own work fills most of the time; else gathers do, and no placement changes them."""
+    return float(verdict.layers_s.max(axis=1).sum()) > _MOST * verdict.makespan_s
 
 
 def _makespan(pair: tuple[Plan, Verdict]) -> float:
