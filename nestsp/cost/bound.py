@@ -72,17 +72,17 @@ def check_fits(names: Sequence[int], lengths: Sequence[int], cost: CostModel) ->
         InfeasibleError: The model alone does not fit, or the longest sequence does not.
     """
     memory, limit, ranks = cost.memory, cost.memory_per_rank_bytes, cost.tree.num_ranks
-    if memory.states + memory.update > limit:
-        raise InfeasibleError(
-            f"the model needs {format_bytes(memory.states + memory.update)} on each of {ranks} ranks while the "
-            f"optimizer updates it ({format_bytes(memory.states)} of them states), but a rank may use "
-            f"{format_bytes(limit)}; take more ranks or devices with more memory"
-        )
     if memory.fixed >= limit:
         raise InfeasibleError(
             f"the model needs {format_bytes(memory.fixed)} on each of {ranks} ranks before any token "
             f"({format_bytes(memory.states)} of them states), but a rank may use {format_bytes(limit)}; "
             "take more ranks or devices with more memory"
+        )
+    if memory.states + memory.update > limit:
+        raise InfeasibleError(
+            f"the model needs {format_bytes(memory.states + memory.update)} on each of {ranks} ranks while the "
+            f"optimizer updates it ({format_bytes(memory.states)} of them states), but a rank may use "
+            f"{format_bytes(limit)}; take more ranks or devices with more memory"
         )
     if not len(lengths):
         return
