@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nestsp.errors import ConfigError
 
-__all__ = ["Cluster", "Group", "GroupTree", "prime_factors", "share", "share_sizes"]
+__all__ = ["Cluster", "Group", "GroupTree", "prime_factors", "ring_degrees", "share", "share_sizes"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -212,6 +212,15 @@ def prime_factors(number: int) -> tuple[int, ...]:
     if number > 1:
         factors.append(number)
     return tuple(reversed(factors))
+
+
+def ring_degrees(degree: int) -> list[int]:
+    """Members that the ring of a group may have: 1 is Ulysses alone, all of them a ring alone, others are hybrids.
+
+    >>> ring_degrees(6)
+    [1, 2, 3, 6]
+    """
+    return [ring for ring in range(1, degree + 1) if degree % ring == 0]
 
 
 def share(total: int, num_parts: int, index: int) -> range:

@@ -105,8 +105,13 @@ def rank_times_s(model: FlexSPModel, plan: Plan) -> tuple[Floats, Floats, Floats
 
 def batch_time_s(model: FlexSPModel, plan: Plan) -> float:
     """Time of a plan, nothing streamed."""
+    return _judge(model, plan).makespan_s
+
+
+def _judge(model: FlexSPModel, plan: Plan) -> Verdict:
     linear, attention, exchange = rank_times_s(model, plan)
-    return float((linear + attention + exchange).max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3
+    busy = linear + attention + exchange
+    return Verdict(float(busy.max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3, busy)
 
 
 def streamed_time_s(model: FlexSPModel, plan: Plan) -> float:
@@ -194,7 +199,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         in_slices=lambda plan: plan,
         as_any_kind=lambda plan: plan,
         finish=lambda plan: dataclasses.replace(plan),
-        evaluate=lambda plan: Verdict(batch_time_s(model, plan), sum(rank_times_s(model, plan))),
+        evaluate=lambda plan: _judge(model, plan),
     )
 
 

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
+from nestsp.cluster import ring_degrees
 from nestsp.cost.compute import Direction
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
@@ -260,12 +261,11 @@ class _Places:
             local = np.floor(lengths / degree)
             fits[level] = np.maximum(lengths - degree, 0.0) * memory.least_stream_bytes(degree) <= free
             alone_s[level] = local * (3 * layers * compute.linear_s + cost.head_s)
-            rings = [ring for ring in range(1, degree + 1) if degree % ring == 0]
             for index, direction in enumerate(both):
                 exchanges = comm.forward if direction == "forward" else comm.backward
                 own = []
                 sums: tuple[list[float], list[float]] = ([], [])
-                for ring in rings:
+                for ring in ring_degrees(degree):
                     links = exchanges(level, ring)
                     for network in (False, True):
                         sums[network].append(sum(link.s_per_token for link in links if link.network == network))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nestsp.cluster import GroupTree
+from nestsp.cluster import GroupTree, ring_degrees
 from nestsp.cost.comm import Payload, member_widths
 from nestsp.cost.profile import CostProfile
 from nestsp.shape import ModelShape
@@ -237,7 +237,7 @@ class MemoryCost:
 
     def least_stream_bytes(self, degree: int) -> float:
         """The same, whatever its kind and whatever is kept; the input of one layer that is kept is part of it."""
-        rings = [ring for ring in range(1, degree + 1) if degree % ring == 0]
+        rings = ring_degrees(degree)
         least = min(self.stream_bytes(degree, ring, kept=kept) for ring in rings for kept in (False, True))
         return least - self.layer_input / degree
 

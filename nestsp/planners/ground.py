@@ -132,10 +132,14 @@ class Ground:
         seconds: Floats = linear[:, None] * lengths + np.array(self.square_s)[:, None] * self.squares(lengths)
         return seconds
 
+    @property
+    def degrees(self) -> npt.NDArray[np.int64]:
+        """int64 [levels, 1], ranks of a group of each level."""
+        return np.array([[self.tree.degree(level)] for level in range(self.tree.num_levels)], dtype=np.int64)
+
     def bytes(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences]; a split sequence counts a token more for each rank, since parts are whole."""
-        degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)])[:, None]
-        more = np.where(degrees > 1, degrees, 0)
+        more = np.where(self.degrees > 1, self.degrees, 0)
         return np.array(self.bytes_per_token)[:, None] * (lengths + more)
 
     def kept_layers(self, tokens: Floats) -> Floats:
@@ -177,8 +181,7 @@ class Ground:
 
     def work_s(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], rank-seconds that each sequence takes at least, if no rank has two groups."""
-        degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)], float)
-        work: Floats = self.floor.seconds(lengths) * degrees[:, None]
+        work: Floats = self.floor.seconds(lengths) * self.degrees
         return work
 
     def mean_floor_s(self, work_s: float, num_tokens: int, num_microbatches: int) -> float:

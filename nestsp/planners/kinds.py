@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from nestsp.cluster import ring_degrees
 from nestsp.cost.comm import LinkTime
 from nestsp.cost.compute import Direction
 from nestsp.cost.model import CostModel
@@ -103,7 +104,7 @@ def kinds_of(degree: int, num_heads: int, wanted: AttentionKind) -> list[Kind]:
     """
     most = -(-num_heads // degree) if degree > 1 else 1
     ulysses = [Kind(1, slices) for slices in _SLICES if slices <= most]
-    rings = [Kind(ring) for ring in range(2, degree + 1) if degree % ring == 0]
+    rings = [Kind(ring) for ring in ring_degrees(degree)[1:]]
     of = {"auto": ulysses + rings, "ulysses": ulysses, "ring": rings[-1:], "hybrid": rings[:-1]}
     return of[wanted] or [Kind()]
 

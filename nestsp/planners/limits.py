@@ -47,7 +47,7 @@ class CappedGround(Ground):
 
     def bytes(self, lengths: Floats) -> Floats:
         """See `Ground.bytes`; parts are whole tokens."""
-        degrees = np.array([self.tree.degree(level) for level in range(self.tree.num_levels)])[:, None]
+        degrees = self.degrees
         more = np.where(degrees > 1, degrees, 0)
         memory = np.array(self.memory_bytes_per_token)[:, None] * (lengths + more)
         each = self.free_bytes / self.max_tokens_per_rank * (1 - _ROUNDING)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -106,11 +106,19 @@ def write_hugging_face(
     Raises:
         CheckpointError: The folder holds something else, or the tokenizer's folder none.
     """
-    saving = _prepare(folder)
-    try:
+
+    def write(saving: Path) -> None:
         _write_model(config, dict(tensors), saving)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, saving)
+
+    _publish(_prepare(folder), folder, write)
+
+
+def _publish(saving: Path, folder: Path, write: Callable[[Path], None]) -> None:
+    """Write into one folder, which then takes the place of another; if that fails, it is gone and the other stays."""
+    try:
+        write(saving)
         for path in saving.iterdir():
             _sync(path)
         publish_folder(saving, folder)
@@ -172,16 +180,7 @@ def export_adapter(
 
     def write() -> None:
         if rank == 0:
-            saving = folder.with_name(f".saving-{folder.name}")
-            try:
-                saving.mkdir(exist_ok=True)
-                write_adapter(tensors, settings, base, saving)
-                for path in saving.iterdir():
-                    _sync(path)
-                publish_folder(saving, folder)
-            except BaseException:
-                shutil.rmtree(saving, ignore_errors=True)
-                raise
+            _publish(prepare_folder(folder), folder, lambda saving: write_adapter(tensors, settings, base, saving))
 
     on_all_ranks(control_group, task, write, remedy=remedy)
     return folder
