@@ -319,6 +319,16 @@ class TrainConfig(_Section):
     router_loss_coefficient: NonNegativeFloat | None = Field(
         None, description="factor of the auxiliary loss; null for the model config's router_aux_loss_coef"
     )
+    token_loss: str | None = Field(
+        None,
+        description="your own loss of tokens, module:function, called as function(tokens, nll) (docs/losses.md); the "
+        "module is looked for in the working directory, too. null for weight × negative log-likelihood",
+    )
+    sequence_loss: str | None = Field(
+        None,
+        description="your own loss of whole sequences, module:function, called as function(sums) (docs/losses.md); "
+        "null for a loss of tokens",
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
@@ -341,6 +351,11 @@ class TrainConfig(_Section):
     offload: bool = Field(
         False,
         description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
+    )
+    longest_first: bool = Field(
+        False,
+        description="before the first step, run a step of the data's longest samples forward and backward, and drop "
+        "its gradients, so that what does not fit shows at once; losses stay what they are",
     )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
@@ -381,6 +396,11 @@ class TrainConfig(_Section):
             given = "neither" if self.steps is None else "both"
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
+            )
+        if self.token_loss is not None and self.sequence_loss is not None:
+            raise ValueError(
+                f"train has token_loss {self.token_loss!r} and sequence_loss {self.sequence_loss!r}, but a run has one "
+                "loss; leave one of them out"
             )
         if self.offload and self.recompute is False:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestsp.execute.executor import Executor, LocalBatch
-from nestsp.execute.local import LocalTokens, weighted_sum
+from nestsp.execute.local import LocalTokens, TokenLoss, weighted_sum
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import router_loss_of
 
@@ -27,7 +27,12 @@ RouterLossKind = Literal["counting_pass", "previous_step"]
 
 
 def run_with_router_loss(
-    executor: Executor, local: LocalBatch, *, kind: RouterLossKind, scale: float
+    executor: Executor,
+    local: LocalBatch,
+    *,
+    kind: RouterLossKind,
+    scale: float,
+    token_loss: TokenLoss = weighted_sum,
 ) -> tuple[Tensor, float]:
     """Run all microbatches; every rank must call it. Gradients are of loss sum + scale × auxiliary loss.
 
@@ -37,6 +42,7 @@ def run_with_router_loss(
         kind: Where the counts come from.
         scale: The auxiliary loss's coefficient × the batch's total target weight, since the sum is divided by the
             weight later.
+        token_loss: To which the auxiliary loss is added.
 
     Returns:
         This rank's loss sum without the auxiliary loss, as of `Executor.run`; and the batch's auxiliary loss, not
@@ -68,13 +74,13 @@ def run_with_router_loss(
         executor.measure(local)
         router.slope_E = slopes_of_batch()
 
-    def token_loss(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
+    def after_counting(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
         if one_pass:
             router.slope_E = slopes_of_batch()
-        return weighted_sum(tokens, nll_T)
+        return token_loss(tokens, nll_T)
 
     try:
-        total = executor.run(local, token_loss)
+        total = executor.run(local, after_counting)
     finally:
         router.slope_E = None
     if kind == "previous_step":

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 from nestsp.errors import ModelError
-from nestsp.model.adapter import decoder_layers
+from nestsp.model.adapter import build_model, decoder_layers
+from nestsp.model.shrink import shrink_config
 
-__all__ = ["install_mlp_slices"]
+__all__ = ["check_mlp_slices", "install_mlp_slices"]
 
 
 class _InSlices:
@@ -33,17 +35,34 @@ class _InSlices:
         slices = hidden.split(self.slice_tokens, dim=-2)
         done = [self._run(part) for part in slices] if len(slices) > 1 else [self.forward(hidden)]
         for part in done:
-            if not isinstance(part, Tensor):
-                raise ModelError(
-                    f"{type(self.block).__name__} returns a {type(part).__name__}, but train.mlp_slice_tokens needs a "
-                    "feed-forward block that returns hidden states; set it to null"
-                )
+            _refuse_other_results(self.block, part)
         return torch.cat(done, -2) if len(done) > 1 else done[0]
 
     def _run(self, part: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(part)
         return checkpoint(self.forward, part, use_reentrant=False, preserve_rng_state=False)
+
+
+def check_mlp_slices(config: PreTrainedConfig, slice_tokens: int) -> None:
+    """Run two tokens through each feed-forward block of a shrunken copy of a model.
+
+    Args:
+        config: A config that `nestsp.model.adapter.model_config` accepted.
+        slice_tokens: Of ``train.mlp_slice_tokens``.
+
+    Raises:
+        ModelError: A layer has no block that can be sliced.
+    """
+    try:
+        small = shrink_config(config)
+        model = build_model(small, seed=0)
+    except Exception:  # the probe, which comes next, says what a model that cannot be shrunk lacks
+        return
+    for number, layer in enumerate(decoder_layers(model)):
+        block = _block(number, layer, slice_tokens)
+        with torch.no_grad():
+            _refuse_other_results(block, block(torch.zeros(1, 2, small.hidden_size)))
 
 
 def install_mlp_slices(model: nn.Module, slice_tokens: int) -> None:
@@ -53,10 +72,23 @@ def install_mlp_slices(model: nn.Module, slice_tokens: int) -> None:
         ModelError: A layer has no feed-forward block by the name ``mlp``.
     """
     for number, layer in enumerate(decoder_layers(model)):
-        block = getattr(layer, "mlp", None)
-        if not isinstance(block, nn.Module):
-            raise ModelError(
-                f"train.mlp_slice_tokens is {slice_tokens}, but layer {number} ({type(layer).__name__}) has no "
-                "feed-forward block 'mlp'; set it to null"
-            )
+        block = _block(number, layer, slice_tokens)
         block.__dict__["forward"] = _InSlices(block, slice_tokens)
+
+
+def _block(number: int, layer: nn.Module, slice_tokens: int) -> nn.Module:
+    block = getattr(layer, "mlp", None)
+    if not isinstance(block, nn.Module):
+        raise ModelError(
+            f"train.mlp_slice_tokens is {slice_tokens}, but layer {number} ({type(layer).__name__}) has no "
+            "feed-forward block 'mlp'; set it to null"
+        )
+    return block
+
+
+def _refuse_other_results(block: nn.Module, result: object) -> None:
+    if not isinstance(result, Tensor):
+        raise ModelError(
+            f"{type(block).__name__} returns a {type(result).__name__}, but train.mlp_slice_tokens needs a "
+            "feed-forward block that returns hidden states; set it to null"
+        )

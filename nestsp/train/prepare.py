@@ -78,9 +78,12 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     """
     from nestsp.model.adapter import model_config
     from nestsp.model.derive import model_shape
+    from nestsp.model.mini_sequence import check_mlp_slices
 
     model = model_config(config.model.source)
     shape = model_shape(model)
+    if config.train.mlp_slice_tokens is not None:
+        check_mlp_slices(model, config.train.mlp_slice_tokens)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
