@@ -109,7 +109,7 @@ class Plan:
 
     def group_tokens(self, placement: Placement) -> int:
         """Tokens of a placement's sequences."""
-        return sum(self.batch.lengths[s] for s in placement.sequences)
+        return sum(map(self.batch.lengths.__getitem__, placement.sequences))
 
     def rank_tokens(self, microbatch: int) -> list[int]:
         """Tokens that each rank holds in a microbatch, filler excluded."""
