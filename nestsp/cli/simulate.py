@@ -69,6 +69,7 @@ def simulate_cells(
     costs = {
         (cluster, model): make_model(cluster, model, options) for cluster, model in itertools.product(clusters, models)
     }
+    larger = {(named, count): _with_hosts(cost, count) for named, cost in costs.items() for count in hosts}
     say: Callable[[str], None] = (lambda text: None) if as_json or as_markdown else lambda text: print(text, flush=True)
     drawing: dict[str, Any] = {
         "max_length": options.max_length,
@@ -116,12 +117,12 @@ def simulate_cells(
                 other = compare(name, _with_profile(cell.cost, profile), cell.batches, names, tick=tick)
                 changed.append(Sensitivity(cell.name, name, other, held_plans(cell, other)))
         scaled = []
-        for source, ((_, model), cost), num_hosts in itertools.product(sources, costs.items(), hosts):
-            larger = _with_hosts(cost, num_hosts)
+        for source, (named, num_hosts) in itertools.product(sources, larger):
+            cost, model = costs[named], named[1]
             tokens = max_tokens * num_hosts // cost.cluster.num_hosts
             drawn, _ = draw_batches(source, num_batches, max_tokens=tokens, **drawing)
             name = f"{source}, {model}, {num_hosts}x{cost.cluster.ranks_per_host}:{cost.profile.name}"
-            scaled.append(compare(name, larger, [each.batch for each in drawn], names, tick=tick))
+            scaled.append(compare(name, larger[named, num_hosts], [each.batch for each in drawn], names, tick=tick))
     if all(cell.why_not for cell in (*cells, *scaled)):
         raise InfeasibleError(cells[0].why_not)
     simulation = Simulation(tuple(about), tuple(cells), tuple(changed), tuple(scaled))
