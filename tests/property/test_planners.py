@@ -23,7 +23,7 @@ from tests.property.strategies import batches, plans, shapes, trees
 
 # Plans are judged by simulation, 10 to 200 ms each, and every example makes one by every planner. A failing example is
 # small as it is, and making it smaller takes minutes: only the profile that looks for new ones does it.
-_EXPLORES = not settings.default.derandomize
+_EXPLORES = not settings().derandomize
 _SLOW = settings(max_examples=200) if _EXPLORES else settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
 _NUM_SEQUENCES = 10
 
