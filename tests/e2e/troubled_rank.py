@@ -2,7 +2,7 @@
 
 Arguments: the trouble, then those of nestsp. Troubles: ``none``; ``die:RANK:N``, killed in its n-th update;
 ``die-saving:RANK:N``, killed when it has written its own part of the n-th checkpoint; ``sleep:RANK:N``, which never
-comes back from its n-th update.
+comes back from its n-th update; ``stop:RANK:N``, stopped in it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    """As a debugger or a scheduler stops a process: no thread of it runs any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def sleep_for_ever() -> None:
     """Hang where Python can still run other threads."""
     while True:
@@ -54,6 +59,6 @@ if __name__ == "__main__":
         with patch.object(checkpoint, "_crc32", troubled(checkpoint._crc32, int(number), die)):
             main()
     else:
-        trouble = {"die": die, "sleep": sleep_for_ever}[kind]
+        trouble = {"die": die, "sleep": sleep_for_ever, "stop": stop}[kind]
         with patch.object(trainer, "update", troubled(update, int(number), trouble)):
             main()
