@@ -18,6 +18,7 @@ from nestsp import errors
 from nestsp.cluster import Cluster
 from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
+from nestsp.train.meeting import meet
 
 __all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
 
@@ -43,7 +44,7 @@ class World:
         control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
         store: The launcher's key-value store, which needs no other rank to be awake; None if there is none.
         job: The launcher's name for this job.
-        num_restarts: How often the launcher has started the job's ranks anew.
+        num_restarts: How often the launcher has started the job's ranks anew, for whatever reason.
     """
 
     rank: int
@@ -209,12 +210,13 @@ def join_world(config: ClusterConfig) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    attempt = 1
     store: Store | None = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store outlives its ranks, and what the ranks before a restart left in it would mislead these: gloo
-        # would wait for ports that are gone.
-        store = PrefixStore(f"nestsp-{num_restarts}", _connect(timeout))
+        shared = PrefixStore(f"nestsp/{job}", _connect(timeout))
+        attempt = meet(shared, rank, num_ranks, config.timeout_s)
+        store = PrefixStore(f"attempt-{attempt}", shared)
     dist.init_process_group(
         backend,
         store=store,
@@ -243,9 +245,9 @@ def join_world(config: ClusterConfig) -> World:
         "nccl" if kind == "cuda" else "gloo",
         control,
         # A connection of its own: the watchdog must not wait behind what hangs in another.
-        PrefixStore(f"nestsp-watchdog-{num_restarts}", _connect(timedelta(seconds=10))),
-        os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        num_restarts,
+        PrefixStore(f"nestsp/{job}/watchdog-{attempt}", _connect(timedelta(seconds=10))),
+        job,
+        attempt - 1,
     )
 
 
