@@ -236,11 +236,12 @@ def find_checkpoint(where: Path) -> Path:
     """
     if not where.exists():
         raise CheckpointError(
-            f"resume is {where}, but there is no such folder; give a run folder or one of its checkpoints"
+            f"the checkpoint is {where}, but there is no such folder; give a run's folder or one of its checkpoints"
         )
     if where.name.startswith((_SAVING, _REPLACED, _OLD)):
         raise CheckpointError(
-            f"resume is {where}, but that folder is left over from a save that did not end; give the run folder instead"
+            f"the checkpoint is {where}, but that folder is left over from a save that did not end; give the run's "
+            "folder"
         )
     if (where / MANIFEST).is_file():
         return where
@@ -249,8 +250,8 @@ def find_checkpoint(where: Path) -> Path:
     latest = latest_checkpoint(where)
     if latest is None:
         raise CheckpointError(
-            f"resume is {where}, but it holds no whole checkpoint; give a run folder that has one in '{CHECKPOINTS}', "
-            "or start anew without resume"
+            f"the checkpoint is {where}, but it holds no whole checkpoint; give a run's folder that has one "
+            f"in '{CHECKPOINTS}'"
         )
     return latest
 

@@ -77,7 +77,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
     prepared = prepare_with_progress(config, world, screen)
-    screen.say(world.first(lambda: probe_line(prepared.model)))
+    with screen.progress("probing the model", None):
+        probe = world.first(lambda: probe_line(prepared.model))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -117,7 +118,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         start = dataclasses.replace(start, settings=settings)
     locks: list[FileLock] = []  # held until the process ends
     folder, changes = world.first(lambda: open_run_folder(config, checkpoint, start.step, world.job, locks))
-    screen.say(run_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
+    screen.say(run_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes, probe))
     records: list[Records] = []  # rank 0's
     world.first(lambda: records.append(Records(config, folder, start.step)))
     saver = Saver(

@@ -19,6 +19,7 @@ from nestsp.cluster import Cluster
 from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
 from nestsp.train.meeting import meet
+from nestsp.units import plural
 
 __all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
 
@@ -178,7 +179,8 @@ def choose_device_type(config: ClusterConfig, ranks_per_host: int) -> str:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and num_gpus < ranks_per_host:
         raise LaunchError(
-            f"cluster.device is cuda and each host has {ranks_per_host} ranks, but this host has {num_gpus} GPUs; "
+            f"cluster.device is cuda and each host has {plural(ranks_per_host, 'rank')}, but this host has "
+            f"{plural(num_gpus, 'GPU')}; "
             "start fewer ranks, or set cluster.device = cpu"
         )
     return "cuda" if config.device != "cpu" and num_gpus >= ranks_per_host else "cpu"
@@ -200,8 +202,8 @@ def join_world(config: ClusterConfig) -> World:
     local_rank, ranks_per_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if config.ranks is not None and config.ranks != ranks_per_host:
         raise LaunchError(
-            f"cluster.ranks is {config.ranks}, but torchrun started {ranks_per_host} ranks on this host; start it with "
-            f"--nproc-per-node {config.ranks}, or leave cluster.ranks out"
+            f"cluster.ranks is {config.ranks}, but torchrun started {plural(ranks_per_host, 'rank')} on this host; "
+            f"start it with --nproc-per-node {config.ranks}, or leave cluster.ranks out"
         )
     kind = choose_device_type(config, ranks_per_host)
     device = torch.device("cpu")

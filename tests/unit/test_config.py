@@ -132,6 +132,8 @@ def test_a_memory_limit_of_another_kind_is_refused(written: str) -> None:
         ("train.weight_decay", -0.1, "is -0.1, but it must be greater than or equal to 0"),
         ("train.dtype", "fp16", "is 'fp16', but it must be 'auto', 'float32' or 'bfloat16'"),
         ("train.recompute", "on", "is 'on', but it must be a valid boolean"),
+        ("train.trace_steps", [2], "is [2], but it must be the first and the last step that are traced; give both"),
+        ("train.trace_steps", 2, "is 2, but it must be the first and the last step that are traced; give both"),
         ("train", 3, "is 3, but it must be an object"),
         ("train", None, "is None, but it must be an object"),
     ],

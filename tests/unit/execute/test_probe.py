@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_made_small_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_the_line_before_training_tells_what_was_compared() -> None:
     line = probe_line(model_config(LLAMA))
-    assert line.startswith("probe    2 layers of the model made small, local and hybrid: logits, loss and gradients ")
+    assert line.startswith("2 layers of the model made small, local and hybrid: logits, loss and gradients ")
     assert "local and ulysses" in probe_line(model_config(MISTRAL))
 
 

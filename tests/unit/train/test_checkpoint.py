@@ -71,7 +71,7 @@ def test_one_whose_replacement_was_cut_short_is_found_and_put_back_by_the_next_s
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ("nowhere", "there is no such folder"),
+        ("nowhere", "nowhere, but there is no such folder"),
         ("empty", "it holds no whole checkpoint"),
         ("empty/file", "it holds no whole checkpoint"),
         ("step-000001", "has no manifest.json, so it is no whole checkpoint"),
