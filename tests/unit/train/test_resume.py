@@ -22,8 +22,8 @@ PREPARED: Any = SimpleNamespace(num_steps=9)
     [
         (
             "data.seed=1",
-            "step-000003 was saved with data.seed = 1, but this run has 0, so its place in the data means nothing here; "
-            "set it back, or begin a new run without --resume",
+            "step-000003 was saved with data.seed = 1, but this run has 0, so its place in the data means nothing "
+            "here; set it back, or begin a new run without --resume",
         ),
         (
             "train.lora={rank: 2, targets: [q_proj]}",
@@ -41,5 +41,5 @@ def test_a_setting_that_must_last_is_named_with_what_it_gives_its_meaning(overri
 def test_all_else_may_change_until_the_last_step() -> None:
     settings = lasting_settings(tiny())
     refuse_other_settings(Path("step-000003"), Progress(3, DataState(), settings), tiny("train.seed=4"), PREPARED)
-    with pytest.raises(CheckpointError, match="is at step 9, but the run ends at step 9; raise train.steps to go on"):
+    with pytest.raises(CheckpointError, match=r"is at step 9, but the run ends at step 9; raise train\.steps to go on"):
         refuse_other_settings(Path("step-000009"), Progress(9, DataState(), settings), tiny(), PREPARED)
