@@ -14,8 +14,8 @@ from nestsp.config import RunConfig
 from nestsp.execute.executor import Executor
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
-from nestsp.train.checkpoint import Progress
 from nestsp.train.limits import Limits
+from nestsp.train.manifest import Progress
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World
 from nestsp.units import format_bytes, format_count, plural

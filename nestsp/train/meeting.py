@@ -37,7 +37,7 @@ def meet(store: Store, rank: int, num_ranks: int, timeout_s: float) -> int:
         store.set(_LEADER, str(number))
         for other in range(1, num_ranks):
             _wait_for(store, _hello(number, other), f"rank {other}", deadline, timeout_s)
-            store.set(_answer(number, other), store.get(_hello(number, other)))
+            store.set(_answer(number, other), store.get(_hello(number, other)).decode())
         return number
     word, greeted = uuid.uuid4().hex, 0
     while True:

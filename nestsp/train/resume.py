@@ -6,13 +6,7 @@ from pathlib import Path
 
 from nestsp.config import RunConfig
 from nestsp.errors import CheckpointError
-from nestsp.train.checkpoint import (
-    Progress,
-    RunIdentity,
-    find_checkpoint,
-    latest_checkpoint,
-    validate_checkpoint,
-)
+from nestsp.train.manifest import Progress, RunIdentity, find_checkpoint, latest_checkpoint, validate_checkpoint
 from nestsp.train.prepare import Prepared
 from nestsp.train.run_folder import latest_run_folder, run_folder_of_job
 from nestsp.train.world import World

@@ -14,20 +14,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from nestsp import errors
 from nestsp.cluster import Cluster
 from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
+from nestsp.train.agreement import agree, everywhere, together
 from nestsp.train.meeting import meet
 from nestsp.units import plural
 
-__all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
+__all__ = ["World", "choose_device_type", "default_num_ranks", "join_world"]
 
 # How often a rank that waits for others' preparation asks whether they are done.
 _ASK_EVERY_S = 0.2
 
 T = TypeVar("T")
-E = TypeVar("E", bound=NestspError)
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -85,21 +84,7 @@ class World:
         Raises:
             NestspError: The error of the lowest rank that had one, on every rank.
         """
-        result: T | None = None
-        mine: tuple[str, str] | None = None
-        try:
-            result = action()
-        except NestspError as error:
-            mine = (type(error).__name__, str(error))
-        outcomes = self.gather((mine, result))
-        errors_by_rank = [error for error, _ in outcomes]
-        for rank, outcome in enumerate(errors_by_rank):
-            if outcome is not None:
-                name, message = outcome
-                alike = all(other == outcome for other in errors_by_rank)
-                shared: NestspError = getattr(errors, name)(message if alike else f"rank {rank}: {message}")
-                raise everywhere(shared)
-        return [value for _, value in outcomes]  # type: ignore[misc]
+        return agree(self.control, action)
 
     def first(self, action: Callable[[], T]) -> T:
         """Do something on rank 0 alone; all ranks get its result, or its error.
@@ -120,9 +105,7 @@ class World:
 
     def together(self, action: Callable[[], T]) -> T:
         """As `agree`, for a result that stays on its rank."""
-        box: list[T] = []
-        self.agree(lambda: box.append(action()))
-        return box[0]
+        return together(self.control, action)
 
     def prepare_together(
         self, what: str, action: Callable[[], T], waiting: Callable[[int, int], None] | None = None
@@ -157,12 +140,6 @@ class World:
             return box[0]
 
         return self.together(finish)
-
-
-def everywhere(error: E) -> E:
-    """Mark an error that every rank raises alike, so that rank 0 alone says it."""
-    error.raised_on_all_ranks = True
-    return error
 
 
 def default_num_ranks(config: ClusterConfig) -> int:

@@ -1,4 +1,4 @@
-"""A long prompt before a short answer, over a ring: one rank holds every target, and all ranks know as much of the step."""
+"""A long prompt before a short answer, over a ring: one rank holds every target, and all know as much."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from nestsp.config import RunConfig
 from nestsp.data.samples import open_samples
+from nestsp.data.store import LabelledTokens
 from nestsp.model.adapter import build_model, model_config
 from nestsp.train import trainer
 from tests.distributed.pool import RankPool
@@ -51,7 +52,7 @@ def told_by_rank(rank: int, num_ranks: int, folder: Path, config: RunConfig) -> 
 
 def loss_alone(config: RunConfig, ids: Tensor, num_targets: int) -> float:
     """Mean of the last tokens' losses, by Transformers' own model at the run's first weights."""
-    model = build_model(model_config(config.model.config), seed=config.train.seed)
+    model = build_model(model_config(config.model.config or {}), seed=config.train.seed)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0, -num_targets - 1 : -1]
@@ -78,5 +79,6 @@ def test_B5_a_rank_with_nothing_but_prompt_knows_every_figure_and_the_loss_is_th
     assert set(told[0].figures) == set(told[1].figures)
     assert "loss" in told[1].figures
     tokens = open_samples(config.data).read(0, 0, PROMPT + ANSWER)
+    assert isinstance(tokens, LabelledTokens)
     expected = loss_alone(config, torch.from_numpy(tokens.ids.astype("int64")), ANSWER)
     assert [rank.figures["loss"] for rank in told] == [pytest.approx(expected, rel=ROUNDING)] * 2

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from nestsp.cli.main import main
 from nestsp.train import checkpoint, trainer
+from nestsp.train.folders import crc32_of
 from nestsp.train.update import update
 
 
@@ -56,7 +57,7 @@ if __name__ == "__main__":
     if not mine:
         main()
     elif kind == "die-saving":
-        with patch.object(checkpoint, "_crc32", troubled(checkpoint._crc32, int(number), die)):
+        with patch.object(checkpoint, "crc32_of", troubled(crc32_of, int(number), die)):
             main()
     else:
         trouble = {"die": die, "sleep": sleep_for_ever, "stop": stop}[kind]

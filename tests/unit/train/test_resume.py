@@ -10,7 +10,7 @@ import pytest
 
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError
-from nestsp.train.checkpoint import Progress
+from nestsp.train.manifest import Progress
 from nestsp.train.resume import lasting_settings, refuse_other_settings
 from tests.e2e.runs import tiny
 
