@@ -111,7 +111,7 @@ def test_what_is_no_export_is_not_replaced(pool: RankPool, tmp_path: Path) -> No
     (folder / "chapter-1").write_text("dear to someone")
     texts = pool.run(export, LLAMA, folder, None, ranks=2)
     assert set(texts) == {
-        f"{folder} is there and is no exported model, but an export would replace it; give another folder"
+        f"rank 0: {folder} is there and is no exported model, but an export would replace it; give another folder"
     }
     assert [path.name for path in folder.iterdir()] == ["chapter-1"]
 
