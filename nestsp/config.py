@@ -374,7 +374,7 @@ class TrainConfig(_Section):
                 f"train.trace_steps is {_short(value)}, but it must be the first and the last step that are traced; "
                 "give both, such as [3, 5]"
             )
-        return value
+        return None if value is None else tuple(value)  # what is read from JSON is a list, which strict tuples refuse
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> TrainConfig:

@@ -144,6 +144,12 @@ def test_a_wrong_type_or_value_is_refused_with_key_value_and_rule(key: str, valu
     assert "more)" not in sentence
 
 
+def test_two_traced_steps_are_read_and_each_is_checked() -> None:
+    assert parse_config(_changed("train.trace_steps", [3, 5])).train.trace_steps == (3, 5)
+    assert parse_config(_changed("train.trace_steps", None)).train.trace_steps is None
+    assert "train.trace_steps.0 is 0, but it must be greater than" in _refusal(_changed("train.trace_steps", [0, 5]))
+
+
 def test_one_wrong_element_of_a_list_is_named_by_its_place() -> None:
     assert _refusal(_changed("cluster.tree", [2, 1])) == (
         "run.yaml: cluster.tree.1 is 1, but it must be greater than or equal to 2"
