@@ -366,6 +366,16 @@ class TrainConfig(_Section):
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
 
+    @field_validator("trace_steps", mode="before")
+    @classmethod
+    def _two_steps(cls, value: Any) -> Any:
+        if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
+            raise ValueError(
+                f"train.trace_steps is {_short(value)}, but it must be the first and the last step that are traced; "
+                "give both, such as [3, 5]"
+            )
+        return None if value is None else tuple(value)  # what is read from JSON is a list, which strict tuples refuse
+
     @model_validator(mode="after")
     def _steps_in_order(self) -> TrainConfig:
         if self.trace_steps is not None and self.trace_steps[0] > self.trace_steps[1]:

@@ -28,6 +28,7 @@ from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
 from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import GroupShard, rank_spans
+from nestsp.units import plural
 
 __all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
 
@@ -88,12 +89,12 @@ class Executor:
         for number, placement in plan.placements():
             if placement.ring_degree != 1 and refusal is not None:
                 raise PlanError(
-                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
+                    f"microbatch {number + 1}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
                 )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers > self.shape.num_layers:
                 raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"microbatch {number + 1} keeps {plural(microbatch.num_kept_layers, 'layer')}, but the model has "
                     f"{self.shape.num_layers}; plan for this model"
                 )
         executor_capabilities(self.shape).check(plan)

@@ -137,7 +137,7 @@ def probe_line(config: PreTrainedConfig) -> str:
     probe = probe_model(config, ("local", "ulysses" if ring_refusal(model_shape(config)) else "hybrid"))
     seconds = time.perf_counter() - start
     return (
-        f"probe    {plural(probe.num_layers, 'layer')} of the model made small, {' and '.join(probe.errors)}: logits, "
+        f"{plural(probe.num_layers, 'layer')} of the model made small, {' and '.join(probe.errors)}: logits, "
         f"loss and gradients equal each sequence alone ({probe.error:.0e}); {seconds:.1f} s"
     )
 

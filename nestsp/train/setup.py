@@ -24,9 +24,10 @@ from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
+from nestsp.train.agreement import everywhere
 from nestsp.train.parallelize import make_mesh, shard_root
 from nestsp.train.prepare import Prepared
-from nestsp.train.world import World, everywhere
+from nestsp.train.world import World
 
 __all__ = ["build_executor", "compute_dtype"]
 
