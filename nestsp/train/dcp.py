@@ -56,10 +56,10 @@ class Writer(FileSystemWriter):
         except RuntimeError as error:
             # On a full disk torch.save ends in "unexpected pos 704 vs 598"; the reason stands behind it, and would be
             # lost on the way to other ranks.
-            reason: BaseException | None = error
-            while reason is not None and not isinstance(reason, OSError):
-                reason = reason.__context__
-            raise reason or error from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
 
     def storage_meta(self) -> StorageMeta | None:
         return None

@@ -151,8 +151,10 @@ class Watchdog:
             speaks = answer is not False
             if answer is not None:
                 time.sleep(_ANSWER_S)
-                places |= _within(_STORE_S, collect) or {}
-                silent = _within(_STORE_S, collect_silent) or []
+                found = _within(_STORE_S, collect)
+                if found is not None:  # else the store, not a rank, is silent
+                    places |= found
+                    silent = _within(_STORE_S, collect_silent) or []
         if speaks:
             print(self._report(places), file=sys.stderr, flush=True)
             time.sleep(1.0)  # the launcher ends all ranks once one has left; those that answer shall not be cut short

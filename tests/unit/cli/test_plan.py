@@ -111,24 +111,29 @@ def test_a_limit_drops_and_counts_what_is_longer(
     assert "warning: dropped 1 empty sequence\nwarning: dropped 2 sequences over 8,500 tokens\n" in said
 
 
-def test_truncating_keeps_the_sequences_and_says_how_many_were_cut(
-    lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("policy", "batch", "warning"),
+    [
+        ("truncate", "44 sequences, 68,000 tokens", "truncated 2 sequences over 8,500 tokens"),
+        (
+            "split",
+            f"52 sequences, {sum(LENGTHS):,} tokens",
+            "10 sequences of the batch are pieces of ones over 8,500 tokens",
+        ),
+    ],
+)
+def test_what_is_over_a_limit_is_cut_as_asked_and_counted(
+    lengths: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+    batch: str,
+    warning: str,
 ) -> None:
-    options = ("--planner", "nsp", "--max-length", 8_500, "--over-length", "truncate")
-    assert plan(monkeypatch, lengths, *options) == 0
+    assert plan(monkeypatch, lengths, "--planner", "nsp", "--max-length", 8_500, "--over-length", policy) == 0
     said = capsys.readouterr().out
-    assert "\n44 sequences, 68,000 tokens, longest 8,500;" in said
-    assert "warning: truncated 2 sequences over 8,500 tokens\n" in said
-
-
-def test_splitting_keeps_every_token_and_says_how_many_sequences_are_pieces(
-    lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--planner", "nsp", "--max-length", 8_500, "--over-length", "split")
-    assert plan(monkeypatch, lengths, *options) == 0
-    said = capsys.readouterr().out
-    assert f"\n52 sequences, {sum(LENGTHS):,} tokens, longest 8,500;" in said
-    assert "warning: 10 sequences of the batch are pieces of ones over 8,500 tokens\n" in said
+    assert f"\n{batch}, longest 8,500;" in said
+    assert f"warning: {warning}\n" in said
 
 
 def test_the_solver_writes_nothing_so_json_stays_json(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[by
     """A stopped child of this process, as its sibling would see it."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as popen:
         popen.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(popen.pid, os.WUNTRACED)[1])
         there = processes._read(popen.pid)
         assert there is not None
         monkeypatch.setattr(os, "getppid", lambda: there.parent)
