@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from nestsp.attention.local import choose_kernel
+from nestsp.attention.choice import choose_kernel
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import make_links
 from nestsp.config import RunConfig, load_config

@@ -255,7 +255,7 @@ def show_config() -> None:
             print(f"\n# {meaning}\n{key}:")
             continue
         indent = "  " * key.count(".")
-        for line in textwrap.wrap(meaning, 100):
+        for line in textwrap.wrap(meaning, 100, break_on_hyphens=False):
             print(f"{indent}# {line}")
         print(
             f"{indent}{key.rpartition('.')[2]}: {default}  # {kind}"

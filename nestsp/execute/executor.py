@@ -60,7 +60,7 @@ class Executor:
         device: Where the tensors are.
         kernel: The attention kernel.
         timer: Times the turns of attention in the last run.
-        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
+        streaming: Groups take turns, and attention hides exchanges; otherwise one after the other, and nothing hides.
         place: Where this rank is in its step.
     """
 
@@ -189,6 +189,7 @@ class Executor:
             keep=shard.placement.keep,
             ring=ring,
             slices=head_slices(heads, shard.placement.num_slices) if shard.placement.num_slices > 1 else (),
+            overlaps=self.streaming,
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link

@@ -78,7 +78,11 @@ def verify(config: RunConfig, max_tokens: int) -> int:
                 "set it to null (tests/distributed/test_lora.py compares adapters)"
             )
         )
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    on_cpu = {
+        "cluster": config.cluster.model_copy(update={"device": "cpu"}),
+        "train": config.train.model_copy(update={"attention_kernel": "auto"}),
+    }
+    config = config.model_copy(update=on_cpu)
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     prepared = prepare_with_progress(config, world, screen)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.comm.groups import make_links

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from nestsp.attention import hybrid
-from nestsp.attention.local import CpuFlash, MathKernel
+from nestsp.attention.kernels import CpuFlash, MathKernel
 from nestsp.errors import ModelError
 from nestsp.execute import probe
 from nestsp.execute.executor import Executor
