@@ -72,11 +72,12 @@ def run_sequence_loss(
         run: Runs all microbatches for a loss of tokens, with whatever it adds to it; None for `Executor.run`.
 
     Returns:
-        The loss, float64, the same on all ranks, without a gradient.
+        The loss, float64, the same on all ranks, without a gradient; nan, with gradients of nan, if the model's own
+        likelihoods are not finite.
 
     Raises:
         ConfigError: The function returns no scalar that follows from the likelihoods; on every rank.
-        NumericsError: The loss, or what a sequence does to it, is not finite; on every rank.
+        NumericsError: The loss of finite likelihoods, or what a sequence does to it, is not finite; on every rank.
     """
     weight_S = _weights(executor, local, batch)
     found: list[Tensor] = []
@@ -145,7 +146,9 @@ def _sums(executor: Executor, local: LocalBatch, batch: SequenceBatch, values: S
 
 
 def _linearise(loss: SequenceLoss, ids: tuple[int, ...], nll_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and its derivative by each sequence's sum."""
+    """The loss, and its derivative by each sequence's sum; nan where a sum is not finite, which is no fault of it."""
+    if not nll_S.isfinite().all():
+        return nll_S.new_tensor(torch.nan), torch.full_like(nll_S, torch.nan)
     with torch.enable_grad():
         nll_S = nll_S.detach().requires_grad_()
         value = loss(SequenceSums(ids, nll_S, weight_S))

@@ -10,6 +10,7 @@ Neither depends on the plan, the ranks or the microbatches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from nestsp.execute.local import LocalTokens, TokenLoss, weighted_sum
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import router_loss_of
 
-__all__ = ["RouterLossKind", "run_with_router_loss"]
+__all__ = ["RouterLossKind", "remember_counts", "run_with_router_loss"]
 
 RouterLossKind = Literal["counting_pass", "previous_step"]
 
@@ -87,3 +88,18 @@ def run_with_router_loss(
         slopes_of_batch()
     router.take()
     return total, found[0].item()
+
+
+def remember_counts(executor: Executor) -> Callable[[], None]:
+    """A function that sets the counts that are kept for the next step, if any are, back to what they are now."""
+    root = executor.root
+    assert isinstance(root, LossRoot)
+    counts = root.router_counts
+    if counts is None:
+        return lambda: None
+    before = counts.clone()
+
+    def put_back() -> None:
+        counts.copy_(before)
+
+    return put_back

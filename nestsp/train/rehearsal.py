@@ -1,9 +1,10 @@
 """Runs the data's longest samples once before the first step, so that what does not fit shows at once, not in a week.
 
-The step is the longest samples of the store, as many as one step takes: no step of the run has a longer sequence, nor,
-at that many sequences, more tokens. It runs forward and backward by a plan of its own, with room taken for AdamW's
-moments where they do not exist yet. Parameters, moments, random numbers, the data's order and the routers' kept counts
-are afterwards as they were; gradients are dropped. Price: one step.
+The step holds the longest samples of the data, whatever step they would come in: as many as ``data.sequences_per_step``
+says, or filled up to ``data.tokens_per_step`` by the longest that still fit. So no step of the run has a longer
+sequence, nor, of as many sequences, more tokens. It runs forward and backward by a plan of its own, while AdamW's
+moments, where they do not exist yet, have their room taken. Afterwards parameters, moments, random numbers, the data's
+order and the routers' kept counts are what they were, and gradients are dropped. Price: one step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -18,24 +20,42 @@ from nestsp.batch import SequenceBatch
 from nestsp.data.stream import SampleStream
 from nestsp.errors import InfeasibleError
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.router_loss import remember_counts
 from nestsp.planners.task import Planned, PlanningTask
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World
-from nestsp.units import format_count, plural
+from nestsp.units import format_bytes, format_count, plural
 
 __all__ = ["longest_step", "rehearse"]
 
+Ints = npt.NDArray[np.int64]
+
+# What PyTorch says where a CPU has no memory left; GPUs have an exception of their own.
+_CPU_WORDS = "can't allocate memory"
+
 
 def longest_step(stream: SampleStream) -> SequenceBatch:
-    """The longest samples, longest first, as many as a step takes; ties in the order of the store."""
-    order = np.argsort(-stream.lengths.astype(np.int64), kind="stable")
+    """A step of the longest samples, longest first; of equal ones the first of the table."""
+    order = np.argsort(-stream.lengths, kind="stable")
+    lengths = stream.lengths[order]
     if stream.sequences_per_step is not None:
-        taken = order[: stream.sequences_per_step]
+        taken = np.arange(min(stream.sequences_per_step, order.size))
     else:
         assert stream.tokens_per_step is not None
-        ends = np.cumsum(stream.lengths[order].astype(np.int64))
-        taken = order[: max(1, int(np.searchsorted(ends, stream.tokens_per_step, side="right")))]
-    return SequenceBatch(tuple(taken.tolist()), tuple(stream.lengths[taken].tolist()))
+        taken = _filled(lengths, stream.tokens_per_step)
+    return SequenceBatch(tuple(order[taken].tolist()), tuple(lengths[taken].tolist()))
+
+
+def _filled(falling: Ints, num_tokens: int) -> Ints:
+    """Places of the lengths that fill a step up, each the longest that fits; at least the first."""
+    taken, left, place = [0], num_tokens - int(falling[0]), 1
+    while True:
+        place = max(place, int(np.searchsorted(-falling, -left)))  # all before it are longer than what is left
+        if place >= falling.size:
+            return np.array(taken, dtype=np.int64)
+        taken.append(place)
+        left -= int(falling[place])
+        place += 1
 
 
 def rehearse(
@@ -61,40 +81,46 @@ def rehearse(
 
     Raises:
         NestspError: The step cannot be planned; on every rank.
-        InfeasibleError: This rank's device ran out of memory.
+        InfeasibleError: This rank ran out of memory.
     """
     batch = longest_step(prepared.stream)
     plan = Planned.from_json(world.first(lambda: task.solver()(batch).to_json())).plan
     cost = task.cost()
-    world.together(lambda: (task.check(plan, cost), executor.check(plan)))
-    root = executor.root
-    kept = {name: buffer.clone() for name, buffer in root.named_buffers() if name == "router_counts"}
-    what = f"{plural(batch.num_sequences, 'sequence')} of {format_count(batch.num_tokens)} tokens"
+
+    def check() -> None:
+        task.check(plan, cost)
+        executor.check(plan)
+
+    world.together(check)
+    put_back = remember_counts(executor)
+    what = f"{plural(batch.num_sequences, 'sequence')} of {plural(batch.num_tokens, 'token')}"
     try:
-        room = [] if optimizer.state else _moments(executor)
-        run(executor.load(plan, prepared.samples.read), batch)
-        del room
-    except torch.OutOfMemoryError as error:
+        with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+            room = [] if optimizer.state else _moments(executor.root)
+            run(executor.load(plan, prepared.samples.read), batch)
+            del room
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _CPU_WORDS not in str(error):
+            raise
         raise InfeasibleError(
-            f"the step of the longest samples ({what}) ran out of memory on rank {world.rank} before the first step "
-            f"({' '.join(str(error).split())[:200]}), but every step must fit; lower cluster.memory_per_rank, so that "
-            "plans leave more free"
+            f"the step of the longest samples ({what}, the longest {format_count(batch.lengths[0])}) ran out of memory "
+            f"on rank {world.rank} ({' '.join(str(error).split())[:200]}), but every step must fit; lower "
+            f"cluster.memory_per_rank from {format_bytes(task.memory_per_rank_bytes)}, so that plans leave more free, "
+            "or lower data.max_length"
         ) from None
     finally:
         optimizer.zero_grad(set_to_none=True)
-        for name, buffer in root.named_buffers():
-            if name in kept:
-                buffer.copy_(kept[name])
-    executor.timer.clear()
-    microbatches = plural(len(plan.microbatches), "microbatch", "microbatches")
-    return f"the step of the longest samples fits: {what} in {microbatches}"
+        executor.timer.clear()
+        put_back()
+    number = len(plan.microbatches)
+    return f"the step of the longest samples fits: {what} in {number} microbatch{'' if number == 1 else 'es'}"
 
 
-def _moments(executor: Executor) -> list[torch.Tensor]:
-    """As much memory as AdamW's two moments will take at its first step."""
+def _moments(root: torch.nn.Module) -> list[torch.Tensor]:
+    """As much memory as AdamW's two moments take after its first step."""
     shards = [
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for parameter in executor.root.parameters()
+        for parameter in root.parameters()
         if parameter.requires_grad
     ]
     return [torch.zeros_like(shard) for shard in shards for _ in range(2)]

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch import Tensor
 
 from nestsp.batch import SequenceBatch
 from nestsp.config import RunConfig
@@ -29,7 +28,7 @@ from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.objective import Objective
 from nestsp.execute.probe import probe_line
-from nestsp.model.root import LossRoot
+from nestsp.execute.router_loss import remember_counts
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
@@ -368,7 +367,7 @@ class _Loop:
         loaded = time.perf_counter()
         place.task = "runs"
         targets = self.prepared.samples.targets(plan.batch)
-        counts = self._router_counts()
+        put_back = remember_counts(self.executor)
         try:
             loss_sum, router_loss = self._run_batch(local, plan.batch)
         except NumericsError as error:  # a loss of sequences, which all ranks compute alike
@@ -383,7 +382,7 @@ class _Loop:
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if denominator := self.objective.denominator(targets.weight):
-            again = partial(self._run_again, local, plan.batch, counts)
+            again = partial(self._run_again, local, plan.batch, put_back)
             loss = self._finite("loss", total_loss / denominator, step, local, again)
             norm = update(
                 self.executor.root,
@@ -440,19 +439,9 @@ class _Loop:
         weight = self.prepared.samples.targets(batch).weight
         return self.objective.run(self.executor, local, batch, weight)
 
-    def _run_again(self, local: LocalBatch, batch: SequenceBatch, counts: Tensor | None) -> None:
-        """A step that has run, from the routers' counts before it."""
-        root = self.executor.root
-        assert isinstance(root, LossRoot)
-        if counts is not None and root.router_counts is not None:
-            root.router_counts.copy_(counts)
+    def _run_again(self, local: LocalBatch, batch: SequenceBatch, put_back: Callable[[], None]) -> None:
+        put_back()
         self._run_batch(local, batch)
-
-    def _router_counts(self) -> Tensor | None:
-        """A copy of what is kept of the step before's."""
-        root = self.executor.root
-        assert isinstance(root, LossRoot)
-        return None if root.router_counts is None else root.router_counts.clone()
 
     def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()
