@@ -145,6 +145,11 @@ class DataConfig(DataSource):
     sequences_per_step: PositiveInt | None = Field(
         None, description="samples of one optimizer step over all ranks; give this or tokens_per_step"
     )
+    samples_together: PositiveInt = Field(
+        1,
+        description="neighbouring samples that stay together: they are shuffled as one and come in one step, such as 2 "
+        "for rows that are chosen and rejected answers by turns (train.sequence_loss)",
+    )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
     workers: PositiveInt | None = Field(
         None, description="processes that tokenise; null for one a core that this process may use"
@@ -178,6 +183,20 @@ class DataConfig(DataSource):
             raise ValueError(
                 f"data has {given} of tokens_per_step and sequences_per_step, but needs exactly one; "
                 "set one of them and leave the other out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_runs(self) -> DataConfig:
+        if self.sequences_per_step is not None and self.sequences_per_step % self.samples_together:
+            raise ValueError(
+                f"data.sequences_per_step is {self.sequences_per_step}, but data.samples_together is "
+                f"{self.samples_together}, and a step takes whole runs of them; set it to a multiple"
+            )
+        if self.samples_together > 1 and self.over_length in ("drop", "split"):
+            raise ValueError(
+                f"data.over_length is {self.over_length}, but data.samples_together is {self.samples_together}, and a "
+                f"run of them would be torn; set it to error or truncate"
             )
         return self
 

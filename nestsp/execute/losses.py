@@ -27,7 +27,7 @@ from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.local import LocalTokens, TokenLoss
 from nestsp.model.loss import IGNORED_TARGET
 
-__all__ = ["SequenceLoss", "SequenceSums", "measure_sequences", "require_loss", "run_sequence_loss"]
+__all__ = ["SequenceLoss", "SequenceSums", "measure_sequences", "require_loss", "run_sequence_loss", "try_loss"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class SequenceSums:
 class SequenceLoss(Protocol):
     """A loss of whole sequences: a function of its argument alone, since every rank computes it for itself."""
 
-    def __call__(self, sums: SequenceSums) -> Tensor:
+    def __call__(self, sums: SequenceSums, /) -> Tensor:
         """The batch's loss, a scalar; it is not divided by anything afterwards."""
 
 
@@ -118,6 +118,17 @@ def require_loss(value: object, name: str, source: str) -> None:
         )
 
 
+def try_loss(loss: SequenceLoss, sums: SequenceSums) -> tuple[float, ...]:
+    """A loss of given sums, and its derivative by each; no collective.
+
+    Raises:
+        ConfigError: It returns no scalar that follows from the likelihoods.
+        NumericsError: It, or a derivative, is not finite.
+    """
+    value, slope_S = _linearise(loss, sums.ids, sums.nll_S, sums.weight_S)
+    return (value.item(), *slope_S.tolist())
+
+
 def measure_sequences(executor: Executor, local: LocalBatch, batch: SequenceBatch) -> SequenceSums:
     """The sums of a batch's sequences under the model as it is, forward only; every rank must call it.
 
@@ -152,7 +163,7 @@ def _linearise(loss: SequenceLoss, ids: tuple[int, ...], nll_S: Tensor, weight_S
     with torch.enable_grad():
         nll_S = nll_S.detach().requires_grad_()
         value = loss(SequenceSums(ids, nll_S, weight_S))
-        require_loss(value, "the loss of sequences", "nll_S")
+        require_loss(value, "the result of a loss of sequences", "nll_S")
         (slope_S,) = torch.autograd.grad(value, nll_S)
     if not value.isfinite() or not slope_S.isfinite().all():
         bad = [identity for identity, slope in zip(ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf]

@@ -70,7 +70,7 @@ class Objective:
             auxiliary.append(value)
             return total
 
-        if self.sequence_loss is None:
+        if self.sequence_loss is None or not total_weight:  # without a target there is nothing to compare
             share = run(self.token_loss).item()
         else:
             value = run_sequence_loss(executor, local, batch, self.sequence_loss, run).item()

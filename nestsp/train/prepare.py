@@ -98,6 +98,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
         shares=samples.shares,
+        together=config.data.samples_together,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)

@@ -35,25 +35,30 @@ _CPU_WORDS = "can't allocate memory"
 
 
 def longest_step(stream: SampleStream) -> SequenceBatch:
-    """A step of the longest samples, longest first; of equal ones the first of the table."""
-    order = np.argsort(-stream.lengths, kind="stable")
-    lengths = stream.lengths[order]
+    """A step with the longest sample: first its run of ``stream.together``, then those of the most tokens."""
+    runs = stream.lengths.reshape(-1, stream.together)
+    tokens = runs.sum(1)
+    first = int(runs.max(1).argmax())
+    order = np.argsort(-tokens, kind="stable")
+    order = np.concatenate([[first], order[order != first]])
     if stream.sequences_per_step is not None:
-        taken = np.arange(min(stream.sequences_per_step, order.size))
+        order = order[: stream.sequences_per_step // stream.together]
     else:
         assert stream.tokens_per_step is not None
-        taken = _filled(lengths, stream.tokens_per_step)
-    return SequenceBatch(tuple(order[taken].tolist()), tuple(lengths[taken].tolist()))
+        order = order[_filled(tokens[order], stream.tokens_per_step)]
+    ids = (order[:, None] * stream.together + np.arange(stream.together)).reshape(-1)
+    return SequenceBatch(tuple(ids.tolist()), tuple(stream.lengths[ids].tolist()))
 
 
-def _filled(falling: Ints, num_tokens: int) -> Ints:
-    """Places of the lengths that fill a step up, each the longest that fits; at least the first."""
-    taken, left, place = [0], num_tokens - int(falling[0]), 1
+def _filled(tokens: Ints, num_tokens: int) -> Ints:
+    """Places of what fills a step up: the first in any case, then, of the others, which fall, each that still fits."""
+    falling = tokens[1:]
+    taken, left, place = [0], num_tokens - int(tokens[0]), 0
     while True:
-        place = max(place, int(np.searchsorted(-falling, -left)))  # all before it are longer than what is left
+        place = max(place, int(np.searchsorted(-falling, -left)))  # all before it are more than what is left
         if place >= falling.size:
             return np.array(taken, dtype=np.int64)
-        taken.append(place)
+        taken.append(place + 1)
         left -= int(falling[place])
         place += 1
 

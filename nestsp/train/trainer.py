@@ -84,7 +84,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
     prepared = prepare_with_progress(config, world, screen)
-    objective = world.together(lambda: make_objective(prepared))
+    objective = make_objective(prepared, world)
     with screen.progress("probing the model", None):
         probe = world.first(lambda: probe_line(prepared.model))
     identity = RunIdentity(

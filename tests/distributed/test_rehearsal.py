@@ -99,8 +99,18 @@ def test_G27_what_does_not_fit_is_said_before_the_first_step(pool: RankPool, tmp
         ({"tokens_per_step": 99}, [9, 7, 4, 4, 2, 1]),
     ],
 )
-def test_the_longest_step_is_as_full_as_a_step_may_be(sizes: dict[str, int], expected: list[int]) -> None:
+def test_the_longest_step_is_as_full_as_a_step_may_be(sizes: dict[str, Any], expected: list[int]) -> None:
     lengths = np.array([2, 4, 9, 1, 4, 7])
     batch = longest_step(SampleStream(lengths, **sizes))
     assert list(batch.lengths) == expected
     assert [int(lengths[number]) for number in batch.ids] == expected
+
+
+def test_the_longest_step_keeps_together_what_stays_together() -> None:
+    lengths = np.array([5, 5, 1, 9, 4, 4, 6, 1])
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"sequences_per_step": 4}, [1, 9, 5, 5]),
+        ({"tokens_per_step": 19}, [1, 9, 4, 4]),
+    ]
+    for sizes, expected in cases:
+        assert list(longest_step(SampleStream(lengths, **sizes, together=2)).lengths) == expected
