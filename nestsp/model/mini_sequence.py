@@ -18,9 +18,13 @@ from transformers import PreTrainedConfig
 
 from nestsp.errors import ModelError
 from nestsp.model.adapter import build_model, decoder_layers
+from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.shrink import shrink_config
 
 __all__ = ["check_mlp_slices", "install_mlp_slices"]
+
+# Of float32 logits near 1; a block that mixes tokens is off by far more.
+_ROUNDING = 1e-4
 
 
 class _InSlices:
@@ -35,7 +39,11 @@ class _InSlices:
         slices = hidden.split(self.slice_tokens, dim=-2)
         done = [self._run(part) for part in slices] if len(slices) > 1 else [self.forward(hidden)]
         for part in done:
-            _refuse_other_results(self.block, part)
+            if not isinstance(part, Tensor):
+                raise ModelError(
+                    f"train.mlp_slice_tokens is set, but {type(self.block).__name__} returns a {type(part).__name__} "
+                    "instead of hidden states, which cannot be put together again; set it to null"
+                )
         return torch.cat(done, -2) if len(done) > 1 else done[0]
 
     def _run(self, part: Tensor) -> Any:
@@ -44,25 +52,36 @@ class _InSlices:
         return checkpoint(self.forward, part, use_reentrant=False, preserve_rng_state=False)
 
 
-def check_mlp_slices(config: PreTrainedConfig, slice_tokens: int) -> None:
-    """Run two tokens through each feed-forward block of a shrunken copy of a model.
+def check_mlp_slices(config: PreTrainedConfig) -> None:
+    """Run a few tokens through a shrunken copy of a model, with its feed-forward blocks whole and in slices.
 
     Args:
         config: A config that `nestsp.model.adapter.model_config` accepted.
-        slice_tokens: Of ``train.mlp_slice_tokens``.
 
     Raises:
-        ModelError: A layer has no block that can be sliced.
+        ModelError: A layer has no block that can be sliced, or slices change what the model computes.
     """
     try:
         small = shrink_config(config)
-        model = build_model(small, seed=0)
+        model = build_model(small, seed=0, attention=reference_attention(model_shape(small)))
     except Exception:  # the probe, which comes next, says what a model that cannot be shrunk lacks
         return
-    for number, layer in enumerate(decoder_layers(model)):
-        block = _block(number, layer, slice_tokens)
-        with torch.no_grad():
-            _refuse_other_results(block, block(torch.zeros(1, 2, small.hidden_size)))
+    ids = torch.arange(5)[None] % small.vocab_size
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        install_mlp_slices(model, 2)
+        try:
+            sliced = model(input_ids=ids, use_cache=False).logits
+        except TypeError as error:
+            raise ModelError(
+                f"train.mlp_slice_tokens is set, but the feed-forward blocks of {type(model).__name__} take more than "
+                f"hidden states ({error}); set it to null"
+            ) from None
+    if not torch.allclose(whole, sliced, rtol=_ROUNDING, atol=_ROUNDING):
+        raise ModelError(
+            f"train.mlp_slice_tokens is set, but the feed-forward blocks of {type(model).__name__} compute something "
+            "else for slices of tokens than for all at once; set it to null"
+        )
 
 
 def install_mlp_slices(model: nn.Module, slice_tokens: int) -> None:
@@ -72,23 +91,10 @@ def install_mlp_slices(model: nn.Module, slice_tokens: int) -> None:
         ModelError: A layer has no feed-forward block by the name ``mlp``.
     """
     for number, layer in enumerate(decoder_layers(model)):
-        block = _block(number, layer, slice_tokens)
+        block = getattr(layer, "mlp", None)
+        if not isinstance(block, nn.Module):
+            raise ModelError(
+                f"train.mlp_slice_tokens is set, but layer {number} ({type(layer).__name__}) has no feed-forward block "
+                "'mlp'; set it to null"
+            )
         block.__dict__["forward"] = _InSlices(block, slice_tokens)
-
-
-def _block(number: int, layer: nn.Module, slice_tokens: int) -> nn.Module:
-    block = getattr(layer, "mlp", None)
-    if not isinstance(block, nn.Module):
-        raise ModelError(
-            f"train.mlp_slice_tokens is {slice_tokens}, but layer {number} ({type(layer).__name__}) has no "
-            "feed-forward block 'mlp'; set it to null"
-        )
-    return block
-
-
-def _refuse_other_results(block: nn.Module, result: object) -> None:
-    if not isinstance(result, Tensor):
-        raise ModelError(
-            f"{type(block).__name__} returns a {type(result).__name__}, but train.mlp_slice_tokens needs a "
-            "feed-forward block that returns hidden states; set it to null"
-        )

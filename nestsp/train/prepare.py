@@ -83,7 +83,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     model = model_config(config.model.source)
     shape = model_shape(model)
     if config.train.mlp_slice_tokens is not None:
-        check_mlp_slices(model, config.train.mlp_slice_tokens)
+        check_mlp_slices(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
