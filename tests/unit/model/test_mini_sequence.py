@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +27,10 @@ def test_blocks_that_mix_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_blocks_that_take_more_than_hidden_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = LlamaMLP.forward
+    whole: Callable[..., Tensor] = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden, positions: whole(self, hidden))
 
-    def layer(self: LlamaDecoderLayer, hidden: Tensor, **kwargs: Any) -> Tensor:
+    def layer(self: LlamaDecoderLayer, hidden: Tensor, **kwargs: Any) -> Any:
         return self.mlp(hidden, kwargs["position_ids"])
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", layer)

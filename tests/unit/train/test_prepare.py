@@ -79,8 +79,8 @@ def test_the_number_of_steps_does_not_depend_on_ranks(hosts: int, ranks: int) ->
         (
             ["train.mlp_slice_tokens=8", "model.config.model_type=gpt_oss", "model.config.num_local_experts=4"],
             ModelError,
-            "train.mlp_slice_tokens is set, but GptOssMLP returns a tuple instead of hidden states, which cannot be put "
-            "together again; set it to null",
+            "train.mlp_slice_tokens is set, but GptOssMLP returns a tuple instead of hidden states, which cannot be "
+            "put together again; set it to null",
         ),
     ],
     ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows slices"),
