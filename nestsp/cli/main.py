@@ -66,6 +66,7 @@ def train(
 
     settings = load_config(config, set_ or ())
     if _is_rank():
+        _let_segments_grow()
         from nestsp.train.launch import run_rank
         from nestsp.train.trainer import train as train_rank
 
@@ -294,6 +295,15 @@ def main() -> None:
 
 def _is_rank() -> bool:
     return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _let_segments_grow() -> None:
+    """Keep a GPU's memory whole though every step has other lengths; PyTorch reads this once, when it is imported.
+
+    The word of whoever starts the ranks counts, in either of the two variables that PyTorch knows.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _launch(settings: RunConfig) -> None:
