@@ -69,8 +69,8 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         ),
         (
             ["train", "tiny.yaml", "--set", "data.source=missing.jsonl", "--set", "cluster.profile=my.yaml"],
-            "ConfigError: the cost profile is 'my.yaml', but the presets are a100-40g, a100-80g, a800, b200, cpu, h100, "
-            "h20, h200, h800, and there is no such file; give its path from the folder you are in",
+            "ConfigError: the cost profile is 'my.yaml', but the presets are a100-40g, a100-80g, a800, b200, cpu, "
+            "h100, h20, h200, h800, and there is no such file; give its path from the folder you are in",
         ),
         (
             ["train", "tiny.yaml", "--set", "planner.name=nps"],
@@ -101,8 +101,8 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         ),
     ],
     ids=str.split(
-        "no-file folder key set source empty-text broken-line all-dropped too-long tree planner degree vocabulary "
-        "family max-tokens cache-dir"
+        "no-file folder key set source empty-text broken-line all-dropped too-long tree profile planner degree "
+        "vocabulary family max-tokens cache-dir"
     ),
 )
 def test_a_wrong_setting_is_one_sentence_before_any_rank_starts(
