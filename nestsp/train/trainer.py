@@ -49,7 +49,7 @@ from nestsp.train.objective import make_objective
 from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.records import Records
 from nestsp.train.rehearsal import rehearse
-from nestsp.train.reports import RankReport, exchange_reports, peak_memory_bytes
+from nestsp.train.reports import RankReport, exchange_reports, fragmented_bytes, peak_memory_bytes
 from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
 from nestsp.train.run_folder import EVALUATIONS, METRICS, PLANS, STOP, open_run_folder
 from nestsp.train.saver import Saver
@@ -428,6 +428,7 @@ class _Loop:
             load_s=max(report.load_s for report in reports),
             peak_memory_bytes=int(reports[fullest].peak_memory_bytes),
             peak_memory_rank=fullest,
+            fragmented_bytes=int(max(report.fragmented_bytes for report in reports)),
             imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
             num_sequences_by_degree=plan.num_sequences_by_degree(),
@@ -451,6 +452,7 @@ class _Loop:
             waited_s=waited_s(turns),
             load_s=load_s,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
+            fragmented_bytes=fragmented_bytes(self.world.device),
             stop=self.requests.stop is not None or (self.world.is_first and self._stop_file.exists()),
             save=save,
             saved=self.saver.ended,
