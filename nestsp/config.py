@@ -412,6 +412,11 @@ class TrainConfig(_Section):
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
 
+    @field_validator("router_loss", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a plain off so
+
     @field_validator("trace_steps", mode="before")
     @classmethod
     def _two_steps(cls, value: Any) -> Any:

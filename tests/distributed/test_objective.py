@@ -180,18 +180,55 @@ def test_a_run_by_a_loss_of_tokens_is_that_of_the_function(pool: RankPool, tmp_p
     assert values[1] == 2 * values[0]
 
 
-def test_a_loss_that_is_not_the_same_on_all_ranks_is_refused_on_all(pool: RankPool, tmp_path: Path) -> None:
+REFUSED = """
+import os, torch
+
+
+def other(sums):
+    return (sums.nll_S * torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))).sum()
+
+
+def missing(sums):
+    return sums.nll_S.sum() * {}[sums.ids[0] - sums.ids[0]]
+
+
+def mean(tokens, nll):
+    return nll.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "said"),
+    [
+        (
+            "sequence",
+            "other",
+            "rank 1, with other derivatives, for the same sums, but it must follow from its argument",
+        ),
+        (
+            "sequence",
+            "missing",
+            "missing', but when it was tried it ended with KeyError: 0 (refused_losses.py, line 10)",
+        ),
+        (
+            "token",
+            "mean",
+            "for two parts of them, and it must be a sum over tokens, which lie on many ranks; return the",
+        ),
+    ],
+)
+def test_a_loss_that_would_be_wrong_is_refused_on_all_ranks_before_the_run(
+    pool: RankPool, tmp_path: Path, which: str, name: str, said: str
+) -> None:
     write_pairs(tmp_path, "unused_losses")
-    (tmp_path / "random_of_a_test.py").write_text(
-        "import os, torch\n\n\ndef preference(sums):\n"
-        "    return (sums.nll_S * torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))).sum()\n"
-    )
-    config = tiny(*PAIRED, "train.sequence_loss=random_of_a_test:preference")
+    (tmp_path / "refused_losses.py").write_text(REFUSED)
+    config = tiny(*PAIRED, f"train.{which}_loss=refused_losses:{name}")
     [refusal] = set(pool.run(train_rank, tmp_path, config, None, ranks=2))
     assert isinstance(refusal, Refusal)
     assert refusal.kind == "ConfigError"
     assert refusal.said_once
-    assert "on rank 1, with other derivatives, for the same sums, but it must follow from its arg" in refusal.sentence
+    assert said in refusal.sentence
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_corpus_whose_samples_cannot_stay_together_is_refused(pool: RankPool, tmp_path: Path) -> None:
