@@ -398,6 +398,21 @@ def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
         assert saved["layer_input"].shape == (1, len(saved["ids"]), 32)
 
 
+def test_numbers_that_are_none_only_with_the_routers_loss_are_found_when_the_step_is_run_again(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Its coefficient overflows float32: without it every number of the step is finite."""
+    write_corpus(tmp_path / "corpus.jsonl")
+    config = tiny(
+        "train.router_loss=counting_pass", "train.router_loss_coefficient=1e39", "planner.max_tokens_per_rank=100"
+    )
+    [refusal] = set(pool.run(train_rank, tmp_path, config, None, ranks=2))
+    assert refusal is not None
+    assert refusal.kind == "NumericsError"
+    assert re.match(r"the gradient norm of step 1 is (nan|inf), but it must be finite", refusal.sentence)
+    assert re.search(r"; first seen on rank \d in microbatch \d, in the gradient of ", refusal.sentence)
+
+
 # --- What a run is, whatever the ranks -----------------------------------------------------------
 
 
