@@ -217,7 +217,6 @@ class Executor:
             unit.unshard(async_op=True)  # the layer's own hook waits
 
         before = {
-            which: schedule.turns_before_gather(microbatch, self.rank, which)
-            for which in (Pass.FORWARD, Pass.BACKWARD)
+            which: schedule.turns_before_gather(microbatch, self.rank, which) for which in (Pass.FORWARD, Pass.BACKWARD)
         }
         return Gathers(before, len(layers), issue)

@@ -59,11 +59,12 @@ def shard_root(root: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype,
         reduce_dtype: Of gradient reductions.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy) for layer in decoder_layers(root)]
-    fully_shard(root, mesh=mesh, mp_policy=policy).set_modules_to_forward_prefetch(layers[:1])
-    for number, layer in enumerate(layers):
-        layer.set_modules_to_backward_prefetch([layer])  # itself, and so none: an empty list leaves FSDP2's choice
-        _Announcer(number).watch(layer)
+    layers = decoder_layers(root)
+    units = [fully_shard(layer, mesh=mesh, mp_policy=policy) for layer in layers]
+    fully_shard(root, mesh=mesh, mp_policy=policy).set_modules_to_forward_prefetch(units[:1])
+    for number, (layer, unit) in enumerate(zip(layers, units, strict=True)):
+        unit.set_modules_to_backward_prefetch([unit])  # itself, and so none: an empty list leaves FSDP2's choice
+        _announce_passes(layer, number)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -73,32 +74,26 @@ def shard_root(root: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype,
             module.set_reduce_scatter_unused_params(True)
 
 
-class _Announcer:
-    """Tells a microbatch's `Gathers` when a layer's passes begin: once its own parameters are there."""
+def _announce_passes(layer: nn.Module, number: int) -> None:
+    """Let a sharded layer tell a microbatch's `Gathers` when its passes begin: once its own parameters are there.
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    These hooks run after FSDP's, which gather them.
+    """
 
-    def watch(self, layer: nn.Module) -> None:
-        """Add hooks to a sharded layer; they run after FSDP's, which gather its parameters."""
-        layer.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
-        layer.register_forward_hook(self._forward_ends, with_kwargs=True)
-
-    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def forward_begins(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         gathers = _gathers(kwargs)
         if gathers is not None:
-            gathers.begin(self.layer, Pass.FORWARD)
+            gathers.begin(number, Pass.FORWARD)
 
-    def _forward_ends(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def forward_ends(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         gathers = _gathers(kwargs)
         hidden: Tensor = output if isinstance(output, Tensor) else output[0]
         # Where the layer's input needs no gradient (frozen first layers), no backward pass comes to the layer before.
         if gathers is not None and hidden.requires_grad and args[0].requires_grad:
+            hidden.register_hook(lambda grad: gathers.begin(number, Pass.BACKWARD))
 
-            def backward_begins(grad: Tensor) -> None:
-                gathers.begin(self.layer, Pass.BACKWARD)
-
-            hidden.register_hook(backward_begins)
+    layer.register_forward_pre_hook(forward_begins, with_kwargs=True)
+    layer.register_forward_hook(forward_ends, with_kwargs=True)
 
 
 def _gathers(kwargs: Mapping[str, Any]) -> Gathers | None:

@@ -46,7 +46,7 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
     return replace(
         plan,
         level_order=tuple(random.sample(plan.level_order, tree.num_levels)),
-        gathers=GatherTurns(random.randint(0, 3), random.randint(0, 3)),
+        gathers=GatherTurns(random.randint(0, 3), random.randint(0, 3), random.randint(0, tree.num_levels)),
     )
 
 

@@ -268,7 +268,7 @@ def recorded(executor: Executor, plan: Plan) -> Iterator[Log]:
     log = Log()
     assert isinstance(executor.kernel, CountingKernel)
     executor.kernel.calls = log.kernel
-    gather_unit = _fsdp_param_group.foreach_all_gather
+    gather_unit = vars(_fsdp_param_group)["foreach_all_gather"]
 
     def start(link: Link, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> Exchange:
         level, first = names[id(link)]
@@ -440,7 +440,7 @@ def order_faults(logs: Sequence[Log]) -> list[str]:
 
 
 def schedule_faults(schedule: Schedule, shape: ModelShape, logs: Sequence[Log]) -> list[str]:
-    """Whether every rank issued the exchanges and gathers, and called the kernels, that the schedule says; in its order."""
+    """Whether every rank issued exchanges and gathers, and called kernels, as the schedule says."""
     plan, faults = schedule.plan, []
     for rank, log in enumerate(logs):
         issued: list[tuple[int, int]] = []
@@ -462,14 +462,13 @@ def schedule_faults(schedule: Schedule, shape: ModelShape, logs: Sequence[Log]) 
 def scheduled(schedule: Schedule, number: int, rank: int, num_layers: int) -> list[tuple[int, int]]:
     """All that a rank issues in one microbatch, as in `Log.issued`, if parameters are cut over all ranks."""
     tree, microbatch = schedule.plan.tree, schedule.plan.microbatches[number]
-    num_exchanges_of = {
-        which: {p.group.level: num_exchanges(p, which) for p in microbatch.on_rank(rank)} for which in Pass
-    }
+    groups = microbatch.on_rank(rank)
 
     def attention(which: Pass) -> list[list[tuple[int, int]]]:
         """What each turn issues, one thing or nothing."""
+        most = {p.group.level: num_exchanges(p, which) for p in groups}
         return [
-            [(turn.level, tree.group(turn.level, rank).first_rank)] * (turn.number < num_exchanges_of[which][turn.level])
+            [(turn.level, tree.group(turn.level, rank).first_rank)] * (turn.number < most[turn.level])
             for turn in schedule.turns(number, rank, which)
         ]
 
