@@ -20,7 +20,7 @@ from nestsp.attention.place import Place
 from nestsp.attention.ring import make_ring
 from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
-from nestsp.comm.groups import Link
+from nestsp.comm.groups import Link, let_computation_wait
 from nestsp.errors import PlanError
 from nestsp.execute.capability import executor_capabilities, ring_refusal
 from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
@@ -164,7 +164,8 @@ class Executor:
         return found
 
     def _forget(self) -> None:
-        """After an exception: make FSDP ready for another run, in case somebody catches it."""
+        """After an exception: make exchanges and FSDP ready for another run, in case somebody catches it."""
+        let_computation_wait(self.links)
         if not isinstance(self.root, FSDPModule):
             return
         for parameter in self.root.parameters():
