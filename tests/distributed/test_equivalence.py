@@ -122,7 +122,7 @@ def keeping(plan: Plan, *num_kept_layers: int) -> Plan:
 
 @pytest.mark.parametrize("tree", [(2, 2), (3,)], ids=["4", "3"])
 def test_some_kept_layers_give_the_same_gradients(pool: RankPool, tree: tuple[int, ...]) -> None:
-    """Another number in each microbatch, none and all three among them; recomputes are counted, see `count_faults`."""
+    """Another number in each microbatch, none and all three among them; recomputes count, see `schedule_faults`."""
     plans = [
         keeping(nested_plan(GroupTree(tree), keep=keep), *kept)
         for keep in ("none", "output")
