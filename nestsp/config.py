@@ -355,6 +355,11 @@ class TrainConfig(_Section):
         description="your own loss of whole sequences, module:function, called as function(sums) (docs/losses.md); "
         "null for a loss of tokens",
     )
+    loss_kernel: Literal["auto", "torch", "liger"] = Field(
+        "auto",
+        description="of head and likelihoods: auto (Liger's fused kernel on GPUs, where liger-kernel is installed and "
+        "the model's logits are plain or soft-capped, else PyTorch's operators), torch or liger",
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
