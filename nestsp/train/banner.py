@@ -47,7 +47,7 @@ def run_banner(
     cap, cost = task.max_tokens_per_rank, task.cost()
     chosen = " (chosen over a sample of batches)" if config.planner.degree is None else ""
     degree = "" if task.degree is None else f", degree {task.degree}{chosen}"
-    cores = os.cpu_count() or 1
+    cores, compiled = os.cpu_count() or 1, config.train.compile
     crowded = world.device.type == "cpu" and world.cluster.ranks_per_host > 2 * cores
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
@@ -59,6 +59,7 @@ def run_banner(
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
                 *([f"more ranks than this host's {cores} cores, so they take turns"] if crowded else []),
                 f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
+                *(["blocks of layers are compiled by torch.compile, attention and experts not"] if compiled else []),
             ],
         ),
         ("tree", draw_tree(prepared.tree)),

@@ -19,6 +19,7 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
+from nestsp.model.compiled import check_compiler, install_compiler
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
@@ -63,6 +64,8 @@ def build_executor(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     path, options = prepared.config.model.path, dict(model_options or {})
     sources: Mapping[str, Source] | None = None
+    if train.compile:
+        world.together(lambda: check_compiler(world.device))
     if path is None:
         model = _random_model(prepared, world, wide, options)
     else:
@@ -71,6 +74,8 @@ def build_executor(
     lora = train.lora
     if lora is not None:
         world.together(lambda: add_adapters(model, lora))
+    if train.compile:
+        install_compiler(model)
     if train.mlp_slice_tokens is not None:
         install_mlp_slices(model, train.mlp_slice_tokens)
     install_layer_runner(model, offload=train.offload)

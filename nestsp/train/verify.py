@@ -77,6 +77,13 @@ def verify(config: RunConfig, max_tokens: int) -> int:
                 "set it to null (tests/distributed/test_lora.py compares adapters)"
             )
         )
+    if config.train.compile:
+        raise everywhere(
+            ConfigError(
+                "train.compile is true, but nestsp verify compares in float64 throughout, which compiled code is not; "
+                "set it to false (tests/distributed/test_compiled.py compares compiled models)"
+            )
+        )
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)

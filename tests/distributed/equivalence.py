@@ -38,6 +38,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model, model_config
+from nestsp.model.compiled import install_compiler
 from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
@@ -124,6 +125,7 @@ class Case:
         streaming: Groups take turns.
         mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
         offload: Inputs of recomputed layers go through `save_on_cpu`.
+        compiler: Backend that compiles the layers' blocks; None for none.
     """
 
     keys: Mapping[str, Any]
@@ -135,6 +137,7 @@ class Case:
     streaming: bool = True
     mlp_slice_tokens: int | None = None
     offload: bool = False
+    compiler: str | None = None
 
     @property
     def made(self) -> Plan:
@@ -317,6 +320,8 @@ def make_executor(
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
+    if case.compiler is not None:
+        install_compiler(model, case.compiler)
     if case.mlp_slice_tokens is not None:
         install_mlp_slices(model, case.mlp_slice_tokens)
     install_layer_runner(model, offload=case.offload)
