@@ -25,7 +25,7 @@ train: env ## train the example, examples/quickstart.yaml, on this machine
 	$(VENV)/bin/nestsp train examples/quickstart.yaml $(ARGS)
 
 test: env ## run the tests, without the slow ones
-	$(VENV)/bin/python -m pytest -n 2 -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 lint: env ## check style, format and types
 	$(VENV)/bin/ruff check .

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import where
 from benchmarks.live import LiveBytes
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.comm.groups import Link, make_links

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import interleave, ratio, where
-from nestsp.attention.local import CpuFlash, Segments
+from nestsp.attention.kernels import CpuFlash
+from nestsp.attention.local import Segments
 from nestsp.attention.streaming import AttentionContext, attend_groups
 from nestsp.attention.work import GroupWork
 from nestsp.batch import SequenceBatch

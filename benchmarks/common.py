@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from nestsp.attention.local import choose_kernel
+from nestsp.attention.choice import choose_kernel
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import make_links
 from nestsp.config import RunConfig, load_config
@@ -50,7 +50,12 @@ class Ratio:
 
 def ratio(numerators: list[float], denominators: list[float]) -> Ratio:
     """Of pairs that were measured one right after the other."""
-    pairs = np.array(numerators) / np.array(denominators)
+    return median_of((np.array(numerators) / np.array(denominators)).tolist())
+
+
+def median_of(ratios: list[float]) -> Ratio:
+    """Of ratios that were each measured at one time."""
+    pairs = np.array(ratios)
     draws = np.random.default_rng(0).choice(pairs, (10_000, len(pairs)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
     return Ratio(float(np.median(pairs)), float(low), float(high), len(pairs))

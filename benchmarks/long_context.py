@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common import plain_nll, recompute_every_layer, where
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Cluster, GroupTree
 from nestsp.comm.groups import make_links

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import where
-from nestsp.attention.local import Kernel, Segments
+from nestsp.attention.local import Kernel, Mask, Segments
 from nestsp.attention.streaming import AttentionContext, attend_groups
 from nestsp.attention.work import GroupWork
 from nestsp.batch import SequenceBatch
@@ -73,25 +73,17 @@ class PacedKernel:
         """See `Kernel`."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        self._sleep("forward", q, segments)
+        self._sleep("forward", q, mask.queries)
         return torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        self._sleep("backward", q, segments)
+        self._sleep("backward", q, mask.queries)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-    def forward_block(self, *_: object) -> tuple[Tensor, Tensor]:
-        """No ring runs here."""
-        raise NotImplementedError
-
-    def backward_block(self, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """No ring runs here."""
-        raise NotImplementedError
 
     def _sleep(self, direction: Direction, q: Tensor, segments: Segments) -> None:
         size = StreamSize.of(segments.lengths)
@@ -144,6 +136,7 @@ def make_context(plan: Plan, rank: int, links: dict[int, Link], kernel: Kernel, 
             segments=Segments.of(shard.lengths, CPU),
             heads=head_shares(SHAPE.num_heads, SHAPE.num_kv_heads, shard.placement.group.degree),
             keep="none",
+            overlaps=streaming,
         )
         for shard in spans.shards
     }

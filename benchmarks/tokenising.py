@@ -5,7 +5,9 @@
 The tokenizer is a byte-level BPE of 16,000 tokens, trained here on a part of the text: the standard library's source,
 repeated with a number in each document until there is enough. Ours reads JSON lines from the disk cache, digests them,
 and writes the store; the rival has all texts in memory and makes nothing of its results. Both get the same number of
-workers: processes for ours, threads for the library. Interleaved pairs; target: at least 0.8 × the library's speed.
+workers: processes for ours, threads for the library. Interleaved pairs; target: at least 0.8 × the library's speed. The
+cores' seconds of each are printed too: they show waste also where other work on the machine makes the times useless.
+About 3 minutes on 2 idle cores.
 
 Then, what resuming costs: the time from the settings to the batch in the middle of the third epoch of a corpus of a
 million samples whose store is there. Target: under a second.
@@ -43,10 +45,10 @@ import json, sys, time, tokenizers
 backend = tokenizers.Tokenizer.from_file(sys.argv[1])
 with open(sys.argv[2], encoding="utf-8") as file:
     texts = [json.loads(line)["text"] for line in file]
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 for first in range(0, len(texts), 1024):
     backend.encode_batch_fast(texts[first : first + 1024])
-print(time.perf_counter() - start)
+print(time.perf_counter() - start, time.process_time() - cpu)
 """
 
 
@@ -86,6 +88,8 @@ def compare(folder: Path, num_bytes: int, num_pairs: int) -> None:
     write_corpus(corpus, num_bytes)
     train_tokenizer(tokenizer)
     built = 0
+    ours_cpu_s: list[float] = []
+    library_cpu_s: list[float] = []
 
     def ours() -> float:
         nonlocal built
@@ -97,19 +101,25 @@ def compare(folder: Path, num_bytes: int, num_pairs: int) -> None:
             workers=NUM_WORKERS,
             sequences_per_step=1,
         )
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), sum(os.times()[:4])
         open_samples(config)
+        ours_cpu_s.append(sum(os.times()[:4]) - cpu)
         return time.perf_counter() - start
 
     def library() -> float:
         command = [sys.executable, "-c", _RIVAL, str(tokenizer / "tokenizer.json"), str(corpus)]
         environment = {**os.environ, "RAYON_NUM_THREADS": str(NUM_WORKERS), "TOKENIZERS_PARALLELISM": "true"}
-        return float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        seconds, cpu = map(float, said.split())
+        library_cpu_s.append(cpu)
+        return seconds
 
     ours_s, library_s = interleave(ours, library, num_pairs)
     speeds = ratio(library_s, ours_s)
     print(f"ours {np.median(ours_s):.1f} s, the library alone {np.median(library_s):.1f} s, {NUM_WORKERS} workers each")
     print(f"speed of ours over the library's: {speeds}; target {TARGET_RATIO}")
+    cpu = ratio(library_cpu_s[1:], ours_cpu_s[1:])  # each warms up once
+    print(f"seconds of the cores: ours {np.median(ours_cpu_s):.1f}, the library {np.median(library_cpu_s):.1f}; {cpu}")
 
 
 def resume(folder: Path, num_rows: int) -> None:

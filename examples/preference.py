@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestsp.attention.local import choose_kernel
+from nestsp.attention.choice import choose_kernel
 from nestsp.batch import SequenceBatch
 from nestsp.comm.groups import make_links
 from nestsp.config import ClusterConfig

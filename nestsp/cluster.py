@@ -17,6 +17,11 @@ from nestsp.errors import ConfigError
 
 __all__ = ["Cluster", "Group", "GroupTree", "prime_factors", "ring_degrees", "share", "share_sizes"]
 
+# More than any cluster has. Every plan holds numbers for each rank.
+_MOST_RANKS = 1 << 20
+# Digits of a number of hosts or ranks.
+_MOST_DIGITS = 9
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Group:
@@ -149,9 +154,13 @@ class Cluster:
     ranks_per_host: int
 
     def __post_init__(self) -> None:
-        for name in ("num_hosts", "ranks_per_host"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"cluster.{name} is {getattr(self, name)}, but it must be at least 1")
+        named = f"the cluster is {self.num_hosts:,}x{self.ranks_per_host:,}"
+        if self.num_hosts < 1 or self.ranks_per_host < 1:
+            raise ConfigError(f"{named}, but hosts and ranks of each must be at least 1; correct it")
+        if self.num_ranks > _MOST_RANKS:
+            raise ConfigError(
+                f"{named}, which is {self.num_ranks:,} ranks, but at most {_MOST_RANKS:,} are planned for; take fewer"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -164,7 +173,8 @@ class Cluster:
         Cluster(num_hosts=8, ranks_per_host=4)
         """
         parts = text.strip().split("x")
-        if len(parts) > 2 or not all(part.isascii() and part.isdecimal() for part in parts):
+        numbers_only = all(part.isascii() and part.isdecimal() and len(part) <= _MOST_DIGITS for part in parts)
+        if len(parts) > 2 or not numbers_only:
             raise ConfigError(f"the cluster is {text!r}, but it must be hosts x ranks of each, such as 8x8")
         numbers = [int(part) for part in parts]
         return cls(*numbers) if len(numbers) == 2 else cls(1, numbers[0])

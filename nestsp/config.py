@@ -256,8 +256,9 @@ class PlannerConfig(_Section):
     )
     streaming: bool = Field(
         True,
-        description="groups of one rank take turns, so that one's attention hides another's exchange; false runs them "
-        "one after the other, for comparison. Results are the same",
+        description="groups of one rank take turns, so that attention hides exchanges; false runs them one after the "
+        "other and hides nothing, inside a ring and between slices of heads neither, for comparison. Results are the "
+        "same",
     )
 
 
@@ -296,6 +297,12 @@ class TrainConfig(_Section):
         "auto",
         description="of computation; parameters, reductions and optimizer stay float32. auto: bfloat16 on GPUs, "
         "float32 on CPUs",
+    )
+    attention_kernel: str = Field(
+        "auto",
+        description="auto (the fastest that is installed: PyTorch's own, but flash-attn 3 on Hopper GPUs, and "
+        "flash-attn 2 under soft caps), torch (PyTorch's own alone), flash-attn-2, flash-attn-3, or one of the Hugging "
+        "Face Hub, which Transformers loads with the package kernels: kernels-community/flash-attn2 or flash-attn3",
     )
     sharding: Literal["fsdp", "hsdp", "none"] = Field(
         "fsdp",
@@ -342,6 +349,11 @@ class TrainConfig(_Section):
         False,
         description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
     )
+    compile: bool = Field(
+        False,
+        description="compile the blocks of decoder layers (norms, projections, dense feed-forward blocks) by "
+        "torch.compile when they first run; attention and experts stay as they are",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )
@@ -365,6 +377,27 @@ class TrainConfig(_Section):
     tensorboard: bool = Field(False, description="write the figures of each step for TensorBoard, too")
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
+
+    @field_validator("trace_steps", mode="before")
+    @classmethod
+    def _two_steps(cls, value: Any) -> Any:
+        if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
+            raise ValueError(
+                f"train.trace_steps is {_short(value)}, but it must be the first and the last step that are traced; "
+                "give both, such as [3, 5]"
+            )
+        return None if value is None else tuple(value)  # what is read from JSON is a list, which strict tuples refuse
+
+    @field_validator("attention_kernel")
+    @classmethod
+    def _a_known_kernel(cls, value: str) -> str:
+        known = ("auto", "torch", "flash-attn-2", "flash-attn-3")
+        if value not in known and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w.-]+)?", value):
+            raise ValueError(
+                f"train.attention_kernel is '{value}', but the kernels are {', '.join(known)} and those of the Hugging "
+                f"Face Hub, as owner/name{did_you_mean(value, known) or '; name one of these'}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> TrainConfig:

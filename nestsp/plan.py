@@ -109,7 +109,7 @@ class Plan:
 
     def group_tokens(self, placement: Placement) -> int:
         """Tokens of a placement's sequences."""
-        return sum(self.batch.lengths[s] for s in placement.sequences)
+        return sum(map(self.batch.lengths.__getitem__, placement.sequences))
 
     def rank_tokens(self, microbatch: int) -> list[int]:
         """Tokens that each rank holds in a microbatch, filler excluded."""
@@ -153,11 +153,12 @@ class Plan:
             groups = [placement.group for placement in microbatch.placements]
             if groups != sorted(set(groups)):
                 raise PlanError(
-                    f"microbatch {number} has groups {[str(g) for g in groups]}, but each may be there once, in order"
+                    f"microbatch {number + 1} has groups {[str(g) for g in groups]}, but each may be there once, in "
+                    "order"
                 )
             if microbatch.num_kept_layers < 0:
                 raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but it must be 0 or more"
+                    f"microbatch {number + 1} keeps {microbatch.num_kept_layers} layers, but it must be 0 or more"
                 )
             for placement in microbatch.placements:
                 self._check_placement(number, placement, placed)
@@ -172,7 +173,7 @@ class Plan:
 
     def _check_placement(self, number: int, placement: Placement, placed: list[int]) -> None:
         group = placement.group
-        where = f"microbatch {number}, {group}"
+        where = f"microbatch {number + 1}, {group}"
         if group not in self.tree:
             raise PlanError(
                 f"{where} is no group of the tree {self.tree}; place its sequences on one of the tree's groups"
@@ -203,8 +204,8 @@ class Plan:
             rank = max(range(len(tokens)), key=tokens.__getitem__)
             if tokens[rank] > cap:
                 raise InfeasibleError(
-                    f"rank {rank} would hold {format_count(tokens[rank])} tokens in microbatch {number}, but the cap "
-                    f"is {format_count(cap)}; plan the batch again under that cap"
+                    f"rank {rank} would hold {format_count(tokens[rank])} tokens in microbatch {number + 1}, but the "
+                    f"cap is {format_count(cap)}; plan the batch again under that cap"
                 )
 
     @property
@@ -331,7 +332,7 @@ class Capabilities:
             PlanError: It does.
         """
         for number, placement in plan.placements():
-            where = f"microbatch {number}, {placement.group}"
+            where = f"microbatch {number + 1}, {placement.group}"
             if placement.ring_degree != 1 and not self.rings:
                 raise PlanError(
                     f"{where} has ring degree {placement.ring_degree}, but this executor runs Ulysses groups alone; "
@@ -344,7 +345,7 @@ class Capabilities:
         for number, microbatch in enumerate(plan.microbatches):
             if self.num_kept_layers not in (None, microbatch.num_kept_layers):
                 raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but this run keeps "
+                    f"microbatch {number + 1} keeps {plural(microbatch.num_kept_layers, 'layer')}, but this run keeps "
                     f"{self.num_kept_layers}; plan with as many, or set train.recompute = auto"
                 )
 

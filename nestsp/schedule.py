@@ -68,8 +68,8 @@ class Schedule:
 
     Attributes:
         plan: The plan.
-        streaming: Groups take turns. Otherwise each group takes all its turns before the next group's first, so nothing
-            hides an exchange.
+        streaming: Groups take turns. Otherwise each group takes all its turns before the next group's first, and
+            computes before it issues, so that nothing hides an exchange.
     """
 
     plan: Plan

@@ -19,7 +19,7 @@ and sums alone. Price at 64 ranks: a few milliseconds for each microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -157,6 +157,12 @@ class _Move:
     def does_something(self) -> bool:
         """Not so where an output was kept: its group is not there in the recompute."""
         return self.waits or self.exchange_s is not None or bool(self.before_s.any())
+
+    def unhidden(self) -> _Move:
+        """The same with nothing computed while its exchange travels."""
+        if self.after_s is None:
+            return self
+        return replace(self, before_s=self.before_s + self.after_s, after_s=None)
 
 
 @dataclass(slots=True)
@@ -460,7 +466,8 @@ def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cos
                 turns_of[chain] = _Turns.of(placement, which, cost)
         for chain, indices in alike.items():
             groups = np.array(indices, dtype=np.int64)
-            moves.append(turns_of[chain].move(step.turn, chain, groups, sizes))
+            move = turns_of[chain].move(step.turn, chain, groups, sizes)
+            moves.append(move if schedule.streaming else move.unhidden())
     return tuple(move for move in moves if move.does_something)
 
 

@@ -1,62 +1,66 @@
-"""The kernel of the package flash-attn, for what PyTorch's own flash kernel lacks: soft caps. Not run here: no GPU.
+"""The kernels of flash-attn 2 and 3, from their packages or from the Hugging Face Hub. Not run here: no GPU.
 
-Called by the package's inner functions, because a block of a ring needs the backward pass with the output and
-log-sum-exp over all blocks. Their signatures are those of 2.7 and later in version 2.
+Called by their inner functions, because a block of a ring needs the backward pass with the output and log-sum-exp over
+all blocks. Those are nobody's promise, so `nestsp.attention.choice` compares a kernel with plain operators on the
+device before it is used.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nestsp.attention.local import PackedKernel, Segments
+from nestsp.attention.local import Kernel, Mask
 
-__all__ = ["FlashAttn", "has_flash_attn"]
-
-_LEAST = (2, 7)
+__all__ = ["FlashAttn2", "FlashAttn3"]
 
 
-def has_flash_attn() -> bool:
-    """Whether flash-attn is installed, in a version that is known here."""
-    try:
-        version = importlib.metadata.version("flash_attn")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    return _LEAST <= numbers < (3,)
+@dataclass(frozen=True, slots=True)
+class FlashAttn2:
+    """flash-attn 2, one call for all sequences: bfloat16 and float16, head sizes that are multiples of 8, up to 256.
 
+    Attributes:
+        functions: Its module of functions, with the signatures of 2.7 and later.
+        name: See `Kernel`.
+        window: See `Kernel`.
+        softcap: See `Kernel`.
+    """
 
-class FlashAttn(PackedKernel):
-    """flash-attn 2, one call for all sequences: bfloat16 and float16, head sizes that are multiples of 8, up to 256."""
+    functions: Any
+    name: str
+    window: int | None = None
+    softcap: float | None = None
 
-    name = "flash-attn 2"
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        """See `Kernel`."""
+        return replace(self, window=window, softcap=softcap)
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        left, right = self._window_sides()
-        out, lse, _, _ = _flash_attn_varlen_forward(
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        left, right = _window_sides(self.window, mask)
+        out, lse, *_ = self.functions._flash_attn_varlen_forward(
             q,
             k,
             v,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            max(queries.lengths),
-            max(keys.lengths),
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            max(mask.queries.lengths),
+            max(mask.keys.lengths),
             0.0,
             scale,
-            causal,
+            mask.is_causal,
             window_size_left=left,
             window_size_right=right,
             softcap=self.softcap or 0.0,
         )
         return out, lse
 
-    def _backward(
+    def backward(
         self,
         dout: Tensor,
         q: Tensor,
@@ -64,16 +68,13 @@ class FlashAttn(PackedKernel):
         v: Tensor,
         out: Tensor,
         lse_NT: Tensor,
-        queries: Segments,
-        keys: Segments,
-        causal: bool,
+        mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        left, right = self._window_sides()
-        _flash_attn_varlen_backward(
+        """See `Kernel`."""
+        dq, dk, dv = _like(q, k, v)
+        left, right = _window_sides(self.window, mask)
+        self.functions._flash_attn_varlen_backward(
             dout.contiguous(),
             q,
             k,
@@ -83,13 +84,13 @@ class FlashAttn(PackedKernel):
             dq,
             dk,
             dv,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            max(queries.lengths),
-            max(keys.lengths),
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            max(mask.queries.lengths),
+            max(mask.keys.lengths),
             0.0,
             scale,
-            causal,
+            mask.is_causal,
             left,
             right,
             self.softcap or 0.0,
@@ -98,5 +99,97 @@ class FlashAttn(PackedKernel):
         )
         return dq, dk, dv
 
-    def _window_sides(self) -> tuple[int, int]:
-        return (-1, -1) if self.window is None else (self.window - 1, 0)
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn3:
+    """flash-attn 3, for Hopper GPUs, one call for all sequences: dtypes and head sizes as `FlashAttn2`.
+
+    Attributes:
+        functions: Its module of functions. Older ones take a window as a pair, newer ones as two numbers.
+        name: See `Kernel`.
+        window: See `Kernel`.
+        softcap: See `Kernel`.
+    """
+
+    functions: Any
+    name: str
+    window: int | None = None
+    softcap: float | None = None
+
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        """See `Kernel`."""
+        return replace(self, window=window, softcap=softcap)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        function = self.functions._flash_attn_forward
+        out, lse, *_ = function(
+            q,
+            k,
+            v,
+            *(None,) * 4,  # no cache of keys: no new ones, no second queries, no place for the output
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            *(None,) * 3,  # all of every sequence is used
+            max(mask.queries.lengths),
+            max(mask.keys.lengths),
+            *(None,) * 9,  # no pages, no rotation, no scales of 8-bit numbers
+            scale,
+            mask.is_causal,
+            **_window_arguments(function, _window_sides(self.window, mask)),
+            softcap=self.softcap or 0.0,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse_NT: Tensor,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        function = self.functions._flash_attn_backward
+        dq, dk, dv = _like(q, k, v)
+        function(
+            dout.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse_NT.contiguous(),
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            None,
+            None,
+            max(mask.queries.lengths),
+            max(mask.keys.lengths),
+            dq,
+            dk,
+            dv,
+            scale,
+            mask.is_causal,
+            **_window_arguments(function, _window_sides(self.window, mask)),
+            softcap=self.softcap or 0.0,
+        )
+        return dq, dk, dv
+
+
+def _like(*tensors: Tensor) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+
+
+def _window_sides(window: int | None, mask: Mask) -> tuple[int, int]:
+    """Keys before and after its own that a query sees; -1 for all."""
+    assert mask.is_causal or window is None
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _window_arguments(function: Callable[..., Any], sides: tuple[int, int]) -> dict[str, Any]:
+    if "window_size" in inspect.signature(function).parameters:
+        return {"window_size": sides}
+    return {"window_size_left": sides[0], "window_size_right": sides[1]}

@@ -34,9 +34,12 @@ class Place:
         self.turn: Turn | None = None
 
     def __str__(self) -> str:
-        """Words for people, such as ``runs microbatch 0, layer 3, backward, level 1, turn 2``."""
+        """Words for people, such as ``runs microbatch 1, layer 3, backward, level 1, after exchange 2``.
+
+        Microbatches are counted from 1 here, as in all that people read.
+        """
         runs = self.task in ("runs", "evaluates")
-        words = [f"{self.task} microbatch {self.microbatch}" if runs else self.task]
+        words = [f"{self.task} microbatch {self.microbatch + 1}" if runs else self.task]
         if runs:
             words += ["before its first attention"] if self.layer is None else [f"layer {self.layer}"]
             words += [] if self.which is None else [self.which.value]

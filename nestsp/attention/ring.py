@@ -25,21 +25,15 @@ messages and blocks of any size, in sums that stay in float32 from hop to hop, a
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from nestsp.attention.local import (
-    Kernel,
-    Segments,
-    attend,
-    attend_backward,
-    attend_block,
-    attend_block_backward,
-)
+from nestsp.attention.local import Kernel, Mask, Segments, attend, attend_backward
 from nestsp.attention.merge import Rows, merge_into, wide
-from nestsp.attention.work import Block, GroupWork, Ring
+from nestsp.attention.work import Block, GroupWork, Ring, meanwhile
 from nestsp.comm.exchange import Exchange, start_pass
 
 __all__ = ["around_backward", "around_forward", "make_ring"]
@@ -89,8 +83,7 @@ def _block(seen: Sequence[tuple[range, range]], device: torch.device) -> Block |
     return Block(
         _rows(queries, device),
         _rows(keys, device),
-        Segments.of(tuple(map(len, queries)), device),
-        Segments.of(tuple(map(len, keys)), device),
+        Mask.full(Segments.of(tuple(map(len, queries)), device), Segments.of(tuple(map(len, keys)), device)),
     )
 
 
@@ -118,28 +111,30 @@ def around_forward(
     """
     kv_of_query, ring = work.mine.kv_of_query, work.ring
     if ring is None:
-        return attend(kernel, q, k, v, work.segments, scale, kv_of_query)
-    arriving = _pass_on(work, ring, 1, (), (k, v))
-    out, lse = attend(kernel, q, k, v, work.segments, scale, kv_of_query)
-    total = wide(out)
+        return attend(kernel, q, k, v, work.mask, scale, kv_of_query)
+    sums: list[Tensor] = []  # out and log-sum-exp over the blocks seen so far
+
+    def see_own(k: Tensor, v: Tensor) -> None:
+        out, lse = attend(kernel, q, k, v, work.mask, scale, kv_of_query)
+        sums.extend((wide(out), lse))
+
+    def see(block: Block | None, k: Tensor, v: Tensor) -> None:
+        if block is None or not kv_of_query:
+            return
+        rows, seen = block.queries, block.keys
+        part, part_lse = attend(kernel, q[rows], k[seen], v[seen], block.mask, scale, kv_of_query)
+        merge_into(sums[0], sums[1], rows, part, part_lse)
+
+    arriving = meanwhile(work, partial(_pass_on, work, ring, 1, (), (k, v)), partial(see_own, k, v))
     for hop in range(1, ring.degree):
         yield arriving
         k, v = arriving.finish()[_neighbour(work, -1)]
+        compute = partial(see, ring.blocks[ring.place - hop], k, v)
         if hop < ring.degree - 1:
-            arriving = _pass_on(work, ring, hop + 1, (), (k, v))
-        block = ring.blocks[ring.place - hop]
-        if block is not None and kv_of_query:
-            part, part_lse = attend_block(
-                kernel,
-                q[block.queries],
-                k[block.keys],
-                v[block.keys],
-                block.query_segments,
-                block.key_segments,
-                scale,
-                kv_of_query,
-            )
-            merge_into(total, lse, block.queries, part, part_lse)
+            arriving = meanwhile(work, partial(_pass_on, work, ring, hop + 1, (), (k, v)), compute)
+        else:
+            compute()
+    total, lse = sums
     return total.to(q.dtype), lse
 
 
@@ -161,9 +156,23 @@ def around_backward(
     """
     kv_of_query, ring, dtype = work.mine.kv_of_query, work.ring, q.dtype
     if ring is None:
-        return attend_backward(kernel, dout, q, k, v, out, lse, work.segments, scale, kv_of_query)
-    arriving = _pass_on(work, ring, 1, (), (k, v))
-    dq, dk, dv = map(wide, attend_backward(kernel, dout, q, k, v, out, lse, work.segments, scale, kv_of_query))
+        return attend_backward(kernel, dout, q, k, v, out, lse, work.mask, scale, kv_of_query)
+    sums: list[Tensor] = []  # dq over the blocks seen so far; dk and dv of this member's keys
+
+    def see_own(k: Tensor, v: Tensor) -> None:
+        sums.extend(map(wide, attend_backward(kernel, dout, q, k, v, out, lse, work.mask, scale, kv_of_query)))
+
+    def see(block: Block | None, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        if block is None or not kv_of_query:
+            return
+        rows, seen = block.queries, block.keys
+        given = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[:, rows])
+        parts = attend_backward(kernel, *given, block.mask, scale, kv_of_query)
+        sums[0][rows] += parts[0]
+        dk[seen] += parts[1]
+        dv[seen] += parts[2]
+
+    arriving = meanwhile(work, partial(_pass_on, work, ring, 1, (), (k, v)), partial(see_own, k, v))
     # What is known here of the gradients of the block that came last; they follow it in the next pass but one.
     following: tuple[Tensor, ...] = ()
     for hop in range(1, ring.degree):
@@ -171,28 +180,15 @@ def around_backward(
         *behind, k, v = arriving.finish()[_neighbour(work, -1)]
         if behind:
             _add(following, behind)
-        leaving = (k, v) if hop < ring.degree - 1 else ()
-        if following or leaving:
-            arriving = _pass_on(work, ring, hop + 1, following, leaving)
+        passed = following
         following = (wide(torch.zeros_like(k)), wide(torch.zeros_like(v)))
-        block = ring.blocks[ring.place - hop]
-        if block is not None and kv_of_query:
-            parts = attend_block_backward(
-                kernel,
-                dout[block.queries],
-                q[block.queries],
-                k[block.keys],
-                v[block.keys],
-                out[block.queries],
-                lse[:, block.queries],
-                block.query_segments,
-                block.key_segments,
-                scale,
-                kv_of_query,
-            )
-            dq[block.queries] += parts[0]
-            following[0][block.keys] += parts[1]
-            following[1][block.keys] += parts[2]
+        compute = partial(see, ring.blocks[ring.place - hop], k, v, *following)
+        leaving = (k, v) if hop < ring.degree - 1 else ()
+        if passed or leaving:
+            arriving = meanwhile(work, partial(_pass_on, work, ring, hop + 1, passed, leaving), compute)
+        else:
+            compute()
+    dq, dk, dv = sums
     if ring.degree > 2:
         yield arriving
         _add(following, arriving.finish()[_neighbour(work, -1)])

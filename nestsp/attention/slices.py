@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from nestsp.attention.local import Kernel, attend, attend_backward
 from nestsp.attention.merge import merge_sinks, sink_gradients, wide
 from nestsp.attention.ulysses import Cargo, cut, from_heads, received, start, sum_heads, to_heads
-from nestsp.attention.work import GroupWork, Saved
+from nestsp.attention.work import GroupWork, Saved, meanwhile
 from nestsp.comm.exchange import Exchange
 from nestsp.shape import HeadShare
 
@@ -59,7 +60,7 @@ def sliced_forward(
         kv_heads.extend(arrived[1:])
         mine = work.slices[number][work.place]
         keys, values = (_of(x, work.mine.kv, mine.kv) for x in kv_heads)
-        out, lse = attend(kernel, arrived[0], keys, values, work.segments, scale, mine.kv_of_query)
+        out, lse = attend(kernel, arrived[0], keys, values, work.mask, scale, mine.kv_of_query)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks[cut(mine.query)])
         done.append((arrived[0], out, lse))
@@ -116,7 +117,7 @@ def sliced_backward(
             dsinks[cut(mine.query)] = sink_gradients(dout_part, out_part, lse_part, sinks[cut(mine.query)])
         keys, values = (_of(x, work.mine.kv, mine.kv) for x in kv_heads)
         q_grad, *grads = attend_backward(
-            kernel, dout_part, q_part, keys, values, out_part, lse_part, work.segments, scale, mine.kv_of_query
+            kernel, dout_part, q_part, keys, values, out_part, lse_part, work.mask, scale, mine.kv_of_query
         )
         q_grads.append(q_grad)
         for total, grad in zip(kv_grads, grads, strict=True):
@@ -150,9 +151,9 @@ def _pipeline(
     arrived: list[Tensor] = []
     for number in range(num_slices + 2):
         leaving = [send(number - 2)] if number >= 2 else []
-        exchange = start(work, *leaving, *([bring(number)] if number < num_slices else []))
-        if 1 <= number <= num_slices:
-            work_on(number - 1, arrived)
+        coming = [bring(number)] if number < num_slices else []
+        issue = partial(start, work, *leaving, *coming)
+        exchange = meanwhile(work, issue, partial(work_on, number - 1, arrived)) if arrived else issue()
         yield exchange
         tensors = received(work, exchange)
         num_home = len(leaving[0].shapes[0]) if leaving else 0

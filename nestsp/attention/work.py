@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from nestsp.attention.local import Segments
+from nestsp.attention.local import Mask, Segments
 from nestsp.attention.merge import Rows
+from nestsp.comm.exchange import Exchange
 from nestsp.comm.groups import Link
 from nestsp.plan import Keep
 from nestsp.shape import HeadShare
 
-__all__ = ["Attended", "Block", "GroupWork", "Kept", "Ring", "Saved"]
+__all__ = ["Attended", "Block", "GroupWork", "Kept", "Ring", "Saved", "meanwhile"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,14 +25,12 @@ class Block:
     Attributes:
         queries: Rows of this member's queries.
         keys: Rows of the other one's keys.
-        query_segments: The sequences of these queries.
-        key_segments: The same sequences of these keys.
+        mask: The sequences of these queries on the same sequences of these keys.
     """
 
     queries: Rows
     keys: Rows
-    query_segments: Segments
-    key_segments: Segments
+    mask: Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +73,7 @@ class GroupWork:
         keep: What recomputation keeps: ``none``, or ``output``.
         ring: The ring; None for a ring of one.
         slices: Where the exchange of heads is cut in slices, the heads of each rank inside, for each slice; else empty.
+        overlaps: The group's own attention runs while its exchanges travel; see `meanwhile`.
     """
 
     level: int
@@ -85,6 +86,12 @@ class GroupWork:
     keep: Keep
     ring: Ring | None = None
     slices: tuple[tuple[HeadShare, ...], ...] = ()
+    overlaps: bool = True
+
+    @property
+    def mask(self) -> Mask:
+        """What the sequences that the ranks inside hold see of themselves."""
+        return Mask.causal(self.segments)
 
     @property
     def place(self) -> int:
@@ -100,6 +107,19 @@ class GroupWork:
     def num_rows(self) -> int:
         """Tokens of the group that this rank holds."""
         return self.sizes[self.place]
+
+
+def meanwhile(work: GroupWork, issue: Callable[[], Exchange], compute: Callable[[], None]) -> Exchange:
+    """Put an exchange on the wire, and compute what does not need it.
+
+    A group that does not overlap computes first: then the wait for the exchange hides behind nothing.
+    """
+    if work.overlaps:
+        exchange = issue()
+        compute()
+        return exchange
+    compute()
+    return issue()
 
 
 class Saved(NamedTuple):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from nestsp.errors import ConfigError
 from nestsp.known_models import KNOWN_MODELS, known_model
 from nestsp.report.banner import aligned, describe_model
 from nestsp.shape import ModelShape
@@ -30,9 +31,12 @@ def check_model(model: str) -> None:
         NestspError: The model cannot be read, or is refused.
     """
     source: str | dict[str, Any] = model
-    if not Path(model).exists():
+    path = Path(model)
+    if not path.exists():
         known_model(model)  # raises, with the names there are
         source = dict(KNOWN_MODELS[model.lower()])
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"the model is the folder {model}, but it has no config.json; give a Hugging Face model's")
     from nestsp.execute.probe import probe_model
     from nestsp.model.adapter import model_config
     from nestsp.model.derive import model_shape

@@ -9,9 +9,10 @@ from transformers import AutoConfig
 
 from nestsp.errors import CheckpointError, ConfigError
 from nestsp.model.lora import merge_adapters
-from nestsp.train.checkpoint import find_checkpoint, read_model, read_progress
+from nestsp.train.checkpoint import read_model
 from nestsp.train.console import Screen
 from nestsp.train.export import refuse_to_replace, write_hugging_face
+from nestsp.train.manifest import find_checkpoint, read_progress
 
 __all__ = ["export_checkpoint"]
 

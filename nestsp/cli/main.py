@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nestsp import __version__
+from nestsp.cli.options import PlanningOptions, with_planning_options
 from nestsp.errors import ConfigError, NestspError
 
 if TYPE_CHECKING:
@@ -115,36 +116,8 @@ def export(
     export_checkpoint(checkpoint, out, dtype, tokenizer)
 
 
-LengthsOption = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Limit of a sequence.")]
-OverLengthOption = Annotated[
-    str, typer.Option(metavar="drop|truncate|error", help="What becomes of longer sequences; they are counted.")
-]
-PlannerOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAMES",
-        help="all, or some of batch-adaptive, basp, disjoint, flexsp (slow, not part of all), nsp, with commas.",
-    ),
-]
-SeedOption = Annotated[
-    int, typer.Option(min=0, metavar="NUMBER", help="Of what is drawn from a built-in table, and of orders.")
-]
-MemoryOption = Annotated[
-    float | None, typer.Option(min=0, metavar="GIB", help="What a rank may use; by default 90 % of its device.")
-]
-NetworkOption = Annotated[
-    float | None,
-    typer.Option(min=1e-3, metavar="GBIT_PER_S", help="A host's network cards together, if not the profile's own."),
-]
-TokenizerOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME|PATH", help="Measures texts: bytes, a folder with a tokenizer.json, or a name on the Hub."
-    ),
-]
-
-
 @app.command()
+@with_planning_options
 def plan(
     lengths: Annotated[
         str,
@@ -161,43 +134,34 @@ def plan(
         str,
         typer.Option(metavar="NAME|PATH", help="A model's name, such as qwen3-30b-a3b, or the path of a config.json."),
     ],
-    planner: PlannerOption = "all",
+    options: PlanningOptions,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help="Of the batch; by default 2,000,000 of a table, else all there is."),
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Of the batch, unless its first sequence alone has more; by default 2,000,000 of a table, else all "
+            "there is.",
+        ),
     ] = None,
-    max_length: LengthsOption = None,
-    over_length: OverLengthOption = "drop",
-    seed: SeedOption = 0,
-    memory: MemoryOption = None,
-    network: NetworkOption = None,
-    tokenizer: TokenizerOption = "bytes",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best plan's timeline, for Perfetto or Chrome.")
     ] = None,
 ) -> None:
-    """Show what each planner makes of one batch: estimated time, memory, and what sits where. Needs no GPU."""
-    from nestsp.cli.plan import over_length_policy, plan_lengths
+    """Show what each planner makes of one batch.
+
+    Its time and memory, estimated, and what sits where. Needs no GPU.
+    """
+    from nestsp.cli.plan import plan_lengths
 
     plan_lengths(
-        lengths,
-        cluster=cluster,
-        model=model,
-        planner=planner,
-        max_tokens=max_tokens,
-        max_length=max_length,
-        over_length=over_length_policy(over_length),
-        seed=seed,
-        memory_gib=memory,
-        network_gbit_per_s=network,
-        tokenizer=tokenizer,
-        as_json=as_json,
-        trace=trace,
+        lengths, cluster=cluster, model=model, options=options, max_tokens=max_tokens, as_json=as_json, trace=trace
     )
 
 
 @app.command()
+@with_planning_options
 def simulate(
     lengths: Annotated[
         list[str], typer.Argument(metavar="LENGTHS", help="As of `nestsp plan`; several give several cells.")
@@ -206,15 +170,11 @@ def simulate(
         list[str], typer.Option(metavar="HOSTSxRANKS:HARDWARE", help="As of `nestsp plan`; may be repeated.")
     ],
     model: Annotated[list[str], typer.Option(metavar="NAME|PATH", help="As of `nestsp plan`; may be repeated.")],
+    options: PlanningOptions,
     batches: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Batches of each cell.")] = 20,
-    planner: PlannerOption = "all",
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of each batch.")] = 2_000_000,
-    max_length: LengthsOption = None,
-    over_length: OverLengthOption = "drop",
-    seed: SeedOption = 0,
-    memory: MemoryOption = None,
-    network: NetworkOption = None,
-    tokenizer: TokenizerOption = "bytes",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Of each batch, unless its first sequence alone has more.")
+    ] = 2_000_000,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Also with 20 % more and less computation and bandwidth.")
     ] = False,
@@ -228,8 +188,11 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Draw the speed-ups, as .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Compare planners over many batches: estimated speed-ups with their spread. Needs no GPU."""
-    from nestsp.cli.plan import over_length_policy
+    """Compare planners over many batches.
+
+    Speed-ups over the best static degree and over the best degree of each batch, estimated, with their spread. Needs no
+    GPU.
+    """
     from nestsp.cli.simulate import simulate_cells
 
     simulate_cells(
@@ -237,14 +200,8 @@ def simulate(
         clusters=cluster,
         models=model,
         num_batches=batches,
-        planner=planner,
+        options=options,
         max_tokens=max_tokens,
-        max_length=max_length,
-        over_length=over_length_policy(over_length),
-        seed=seed,
-        memory_gib=memory,
-        network_gbit_per_s=network,
-        tokenizer=tokenizer,
         sensitivity=sensitivity,
         scale=scale,
         as_json=as_json,
@@ -298,7 +255,7 @@ def show_config() -> None:
             print(f"\n# {meaning}\n{key}:")
             continue
         indent = "  " * key.count(".")
-        for line in textwrap.wrap(meaning, 100):
+        for line in textwrap.wrap(meaning, 100, break_on_hyphens=False):
             print(f"{indent}# {line}")
         print(
             f"{indent}{key.rpartition('.')[2]}: {default}  # {kind}"

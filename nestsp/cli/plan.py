@@ -7,90 +7,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
+from nestsp.cli.options import PlanningOptions
 from nestsp.cluster import Cluster
 from nestsp.cost.bound import lower_bound
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile, preset_names
-from nestsp.data.lengths import LENGTH_TABLES, Drawn, OverLength, draw_batch, draw_batches, open_lengths
-from nestsp.errors import ConfigError, InfeasibleError, did_you_mean
+from nestsp.data.lengths import LENGTH_TABLES, Drawn, draw_batch, draw_batches, open_lengths
+from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.known_models import KNOWN_MODELS, known_model
 from nestsp.shape import ModelShape, read_config_json
 from nestsp.units import format_bytes, format_count, format_seconds, plural
 
-__all__ = [
-    "PLANNER_NAMES",
-    "describe_cost",
-    "left_out",
-    "make_model",
-    "over_length_policy",
-    "plan_lengths",
-    "planner_names",
-]
+__all__ = ["describe_cost", "left_out", "make_model", "plan_lengths"]
 
-# "all" leaves out flexsp, which takes seconds to minutes where the others take milliseconds.
-PLANNER_NAMES = ("batch-adaptive", "basp", "disjoint", "flexsp", "nsp")
-OVER_LENGTH: tuple[OverLength, ...] = ("drop", "truncate", "error")
 _TABLE_TOKENS = 2_000_000
 _TREE_LINES = 40
 
 
-def planner_names(text: str) -> list[str]:
-    """The planners that an option asks for: ``all``, or names with commas between them.
-
-    Raises:
-        ConfigError: One of them is no planner.
-
-    >>> planner_names("all")
-    ['batch-adaptive', 'basp', 'disjoint', 'nsp']
-    """
-    if text == "all":
-        return [name for name in PLANNER_NAMES if name != "flexsp"]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PLANNER_NAMES:
-            raise ConfigError(
-                f"--planner is {name!r}, but the planners are all, {', '.join(PLANNER_NAMES)}"
-                f"{did_you_mean(name, PLANNER_NAMES)}"
-            )
-    return list(dict.fromkeys(names))
-
-
-def over_length_policy(text: str) -> OverLength:
-    """What ``--over-length`` asks for.
-
-    Raises:
-        ConfigError: It is none of the policies.
-    """
-    for policy in OVER_LENGTH:
-        if text == policy:
-            return policy
-    more = "splitting makes several samples of one, so split the source itself" if text == "split" else "take one"
-    raise ConfigError(
-        f"--over-length is {text!r}, but the policies are {', '.join(OVER_LENGTH)}; {more}"
-        f"{did_you_mean(text, OVER_LENGTH)}"
-    )
-
-
-def make_model(
-    cluster: str, model: str, *, memory_gib: float | None = None, network_gbit_per_s: float | None = None
-) -> CostModel:
+def make_model(cluster: str, model: str, options: PlanningOptions) -> CostModel:
     """The cost model of a command line.
 
     Args:
         cluster: Hosts x ranks of each, and a preset or profile: ``8x8:h100``.
         model: A known model's name, or the path of a config.json.
-        memory_gib: What a rank may use, if not the profile's own.
-        network_gbit_per_s: Line rate of a host's network cards together, if not the profile's own.
+        options: What a rank may use, and what a host's network cards carry, if not the profile's own.
 
     Raises:
         ConfigError: One of them does not parse.
     """
-    for option, value in (("--memory", memory_gib), ("--network", network_gbit_per_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} is {value}, but it must be a number above 0; correct it")
     hosts, colon, hardware = cluster.partition(":")
     if not colon:
         raise ConfigError(
@@ -100,9 +46,9 @@ def make_model(
     named = model.lower() in KNOWN_MODELS or not Path(model).exists()
     shape = known_model(model) if named else ModelShape.for_planning(read_config_json(Path(model)))
     profile = load_profile(hardware)
-    if network_gbit_per_s is not None:
-        profile = dataclasses.replace(profile, network_bytes_per_s=network_gbit_per_s * 1e9 / 8)
-    limit = None if memory_gib is None else memory_gib * 2**30
+    if options.network is not None:
+        profile = dataclasses.replace(profile, network_bytes_per_s=options.network * 1e9 / 8)
+    limit = None if options.memory is None else options.memory * 2**30
     return make_cost_model(shape, Cluster.parse(hosts), profile, memory_per_rank_bytes=limit)
 
 
@@ -125,14 +71,8 @@ def plan_lengths(
     *,
     cluster: str,
     model: str,
-    planner: str,
+    options: PlanningOptions,
     max_tokens: int | None,
-    max_length: int | None,
-    over_length: OverLength = "drop",
-    seed: int,
-    memory_gib: float | None,
-    network_gbit_per_s: float | None = None,
-    tokenizer: str = "bytes",
     as_json: bool = False,
     trace: Path | None = None,
 ) -> None:
@@ -141,13 +81,13 @@ def plan_lengths(
     Raises:
         NestspError: An argument is wrong, or nothing fits.
     """
-    names = planner_names(planner)
-    cost = make_model(cluster, model, memory_gib=memory_gib, network_gbit_per_s=network_gbit_per_s)
+    names = options.planners
+    cost = make_model(cluster, model, options)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace is {trace}, but there is no folder {trace.absolute().parent}; make it first")
     if source not in LENGTH_TABLES and not as_json:
         print(f"reading {source}", flush=True)
-    drawn, notes = _one_batch(source, max_tokens, max_length, over_length, seed, tokenizer)
+    drawn, notes = _one_batch(source, max_tokens, options)
     batch = drawn.batch
     lines = [
         f"{plural(batch.num_sequences, 'sequence')}, {plural(batch.num_tokens, 'token')}, longest "
@@ -206,7 +146,7 @@ def plan_lengths(
             "notes": notes,
             "num_empty_dropped": drawn.num_empty,
             "num_over_length": drawn.num_too_long,
-            "over_length": over_length,
+            "over_length": options.over_length,
         }
         bounds = {"makespan_s": bound.makespan_s, "ideal_s": bound.ideal_s, "num_microbatches": bound.num_microbatches}
         print(json.dumps({**about, "bound": bounds, "planners": [row.to_json(bound) for row in rows]}))
@@ -220,39 +160,41 @@ def plan_lengths(
         print(f"\nthe timeline of {best.planner} is in {trace}; open it in ui.perfetto.dev or chrome://tracing")
 
 
-def _one_batch(
-    source: str,
-    max_tokens: int | None,
-    max_length: int | None,
-    over_length: OverLength,
-    seed: int,
-    tokenizer: str,
-) -> tuple[Drawn, list[str]]:
+def _one_batch(source: str, max_tokens: int | None, options: PlanningOptions) -> tuple[Drawn, list[str]]:
     """One batch, and what there is to say about where it came from."""
+    limit = options.max_length
     if source in LENGTH_TABLES:
         tokens = _TABLE_TOKENS if max_tokens is None else max_tokens
         (drawn,), lengths = draw_batches(
-            source, 1, max_tokens=tokens, max_length=max_length, over_length=over_length, seed=seed
+            source, 1, max_tokens=tokens, max_length=limit, over_length=options.policy, seed=options.seed
         )
     else:
-        lengths = open_lengths(source, num_samples=0, seed=seed, tokenizer=tokenizer)
-        drawn = draw_batch(lengths.values, max_tokens=max_tokens, max_length=max_length, over_length=over_length)
-    notes = [*lengths.notes, *left_out(drawn.num_empty, drawn.num_too_long, max_length, over_length)]
+        lengths = open_lengths(source, num_samples=0, seed=options.seed, tokenizer=options.tokenizer)
+        if options.policy == "split":
+            lengths = lengths.split(limit)
+        drawn = draw_batch(
+            lengths.values, max_tokens=max_tokens, max_length=limit, over_length=options.policy, cut=lengths.cut
+        )
+    notes = [*lengths.notes, *left_out(drawn.num_empty, drawn.num_too_long, options)]
     left = len(lengths.values) - drawn.stop
     if left and source not in LENGTH_TABLES:
         notes.append(f"the batch is full: {plural(left, 'sequence')} of {source} are left for later steps")
     return drawn, notes
 
 
-def left_out(num_empty: int, num_too_long: int, max_length: int | None, over_length: OverLength) -> list[str]:
+def left_out(num_empty: int, num_too_long: int, options: PlanningOptions) -> list[str]:
     """A line for each kind of sequence that is not in a batch as it is in the source; none if all are.
 
-    >>> left_out(1, 2, 4096, "truncate")
+    >>> left_out(1, 2, PlanningOptions(max_length=4096, over_length="truncate"))
     ['warning: dropped 1 empty sequence', 'warning: truncated 2 sequences over 4,096 tokens']
     """
     lines = [f"warning: dropped {plural(num_empty, 'empty sequence')}"] if num_empty else []
     if num_too_long:
-        assert max_length is not None
-        done = {"drop": "dropped", "truncate": "truncated"}[over_length]
-        lines.append(f"warning: {done} {plural(num_too_long, 'sequence')} over {plural(max_length, 'token')}")
+        assert options.max_length is not None
+        over = f"over {plural(options.max_length, 'token')}"
+        if options.policy == "split":
+            lines.append(f"warning: {plural(num_too_long, 'sequence')} of the batch are pieces of ones {over}")
+        else:
+            done = {"drop": "dropped", "truncate": "truncated"}[options.policy]
+            lines.append(f"warning: {done} {plural(num_too_long, 'sequence')} {over}")
     return lines

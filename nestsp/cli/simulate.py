@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from nestsp.batch import SequenceBatch
-from nestsp.cli.plan import describe_cost, left_out, make_model, planner_names
+from nestsp.cli.options import PlanningOptions
+from nestsp.cli.plan import describe_cost, left_out, make_model
 from nestsp.cluster import Cluster
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import CostProfile
-from nestsp.data.lengths import OverLength, draw_batches
+from nestsp.data.lengths import draw_batches
 from nestsp.errors import ConfigError, InfeasibleError
 from nestsp.units import format_count
 
@@ -44,14 +45,8 @@ def simulate_cells(
     clusters: Sequence[str],
     models: Sequence[str],
     num_batches: int,
-    planner: str,
+    options: PlanningOptions,
     max_tokens: int,
-    max_length: int | None,
-    over_length: OverLength = "drop",
-    seed: int,
-    memory_gib: float | None = None,
-    network_gbit_per_s: float | None = None,
-    tokenizer: str = "bytes",
     sensitivity: bool = False,
     scale: str | None = None,
     as_json: bool = False,
@@ -63,7 +58,7 @@ def simulate_cells(
     Raises:
         NestspError: An argument is wrong, or nothing fits anywhere.
     """
-    names = planner_names(planner)
+    names = options.planners
     if as_json and as_markdown:
         raise ConfigError("--json and --markdown are both given, but one thing is printed; choose one")
     hosts = _host_counts(scale)
@@ -72,15 +67,15 @@ def simulate_cells(
 
         check_chart(chart)
     costs = {
-        (cluster, model): make_model(cluster, model, memory_gib=memory_gib, network_gbit_per_s=network_gbit_per_s)
-        for cluster, model in itertools.product(clusters, models)
+        (cluster, model): make_model(cluster, model, options) for cluster, model in itertools.product(clusters, models)
     }
+    larger = {(named, count): _with_hosts(cost, count) for named, cost in costs.items() for count in hosts}
     say: Callable[[str], None] = (lambda text: None) if as_json or as_markdown else lambda text: print(text, flush=True)
     drawing: dict[str, Any] = {
-        "max_length": max_length,
-        "over_length": over_length,
-        "seed": seed,
-        "tokenizer": tokenizer,
+        "max_length": options.max_length,
+        "over_length": options.policy,
+        "seed": options.seed,
+        "tokenizer": options.tokenizer,
     }
     notes, questions = [], []
     for source in sources:
@@ -93,7 +88,7 @@ def simulate_cells(
         )
         notes += lengths.notes
         num_empty, num_too_long = sum(d.num_empty for d in drawn), sum(d.num_too_long for d in drawn)
-        notes += left_out(num_empty, num_too_long, max_length, over_length)
+        notes += left_out(num_empty, num_too_long, options)
         questions += [_Question(f"{source}, {m}, {c}", cost, batches) for (c, m), cost in costs.items()]
     about = [*notes, *dict.fromkeys(describe_cost(cost) for cost in costs.values())]
     say("\n".join(about) + "\nestimated, nothing is run; planning ...")
@@ -122,12 +117,12 @@ def simulate_cells(
                 other = compare(name, _with_profile(cell.cost, profile), cell.batches, names, tick=tick)
                 changed.append(Sensitivity(cell.name, name, other, held_plans(cell, other)))
         scaled = []
-        for source, ((_, model), cost), num_hosts in itertools.product(sources, costs.items(), hosts):
-            larger = _with_hosts(cost, num_hosts)
+        for source, (named, num_hosts) in itertools.product(sources, larger):
+            cost, model = costs[named], named[1]
             tokens = max_tokens * num_hosts // cost.cluster.num_hosts
             drawn, _ = draw_batches(source, num_batches, max_tokens=tokens, **drawing)
             name = f"{source}, {model}, {num_hosts}x{cost.cluster.ranks_per_host}:{cost.profile.name}"
-            scaled.append(compare(name, larger, [each.batch for each in drawn], names, tick=tick))
+            scaled.append(compare(name, larger[named, num_hosts], [each.batch for each in drawn], names, tick=tick))
     if all(cell.why_not for cell in (*cells, *scaled)):
         raise InfeasibleError(cells[0].why_not)
     simulation = Simulation(tuple(about), tuple(cells), tuple(changed), tuple(scaled))
@@ -149,7 +144,7 @@ def _host_counts(scale: str | None) -> list[int]:
     if scale is None:
         return []
     parts = [part.strip() for part in scale.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts):
         raise ConfigError(f"--scale is {scale!r}, but it must be numbers of hosts, such as 8,16,32")
     return [int(part) for part in parts]
 

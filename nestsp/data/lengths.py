@@ -44,11 +44,14 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int64]
-OverLength = Literal["drop", "truncate", "error"]
+Bools = npt.NDArray[np.bool_]
+OverLength = Literal["drop", "truncate", "split", "error"]
 
 # Longer than anything; below it every product in the cost model is exact enough in float64.
 _MOST_TOKENS = 2**40
 _TEXTS_AT_ONCE = 256
+# No more are drawn from a table, or made by splitting: a batch of so many would take an hour to plan.
+_MOST_SEQUENCES = 1 << 24
 
 _PROBABILITIES = (
     0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9,
@@ -121,10 +124,33 @@ class Lengths:
     Attributes:
         values: int64 [sequences], tokens of each, 0 where one is empty; a sequence's id is its place here.
         notes: What a reader of any figure made of them should know, a phrase each.
+        cut: bool [sequences], which are pieces of longer ones; None if none was split.
     """
 
     values: Ints
     notes: tuple[str, ...]
+    cut: Bools | None = None
+
+    def split(self, limit: int | None) -> Lengths:
+        """Longer sequences in pieces of the limit, the last with what remains, as training splits them.
+
+        Raises:
+            DataError: That would be too many.
+
+        >>> Lengths(np.array([5, 0, 2]), ()).split(2).values.tolist()
+        [2, 2, 1, 0, 2]
+        """
+        if limit is None:
+            return self
+        num_pieces = np.maximum(1, -(-self.values // limit))
+        if num_pieces.sum(dtype=float) > _MOST_SEQUENCES:
+            raise DataError(
+                f"the limit of a sequence is {limit:,}, but splitting there makes {num_pieces.sum(dtype=float):,.0f} "
+                f"sequences of {len(self.values):,}, and at most {_MOST_SEQUENCES:,} are planned; raise it"
+            )
+        pieces = np.full(num_pieces.sum(), limit, dtype=np.int64)
+        pieces[np.cumsum(num_pieces) - 1] = self.values - (num_pieces - 1) * limit
+        return Lengths(pieces, self.notes, np.repeat(num_pieces > 1, num_pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +160,7 @@ class Drawn:
     Attributes:
         batch: The sequences; ids are places in the source.
         num_empty: Sequences without tokens that were dropped.
-        num_too_long: Sequences over the limit, which were dropped or truncated.
+        num_too_long: Sequences over the limit, which were dropped or truncated; or pieces of such.
         stop: How many sequences of the source were looked at, from its beginning; the next batch starts there.
     """
 
@@ -200,6 +226,7 @@ def draw_batch(
     over_length: OverLength = "drop",
     start: int = 0,
     order: Sequence[int] | None = None,
+    cut: Bools | None = None,
 ) -> Drawn:
     """The sequences of one step: in order, until the next would pass a number of tokens.
 
@@ -207,9 +234,11 @@ def draw_batch(
         lengths: All lengths of the source.
         max_tokens: Tokens of the batch; None for all sequences.
         max_length: The limit of a sequence; None for none.
-        over_length: What becomes of longer ones, which are counted: ``drop``, ``truncate``, or ``error``.
+        over_length: What becomes of longer ones, which are counted: ``drop``, ``truncate``, or ``error``. Who wants
+            them in pieces splits them before: see `Lengths.split`.
         start: Where in the order to begin.
         order: Places in the source in the order in which they are taken; None for the source's own.
+        cut: Which are pieces of longer ones, and counted as such; None for none.
 
     Raises:
         DataError: No sequence is left, or one is longer than the limit and that is an error.
@@ -238,7 +267,7 @@ def draw_batch(
         if max_tokens is not None and ids and total + length > max_tokens:
             stop = position
             break
-        too_long += is_longer
+        too_long += is_longer or (cut is not None and bool(cut[place]))
         ids.append(place)
         taken.append(length)
         total += length
@@ -266,7 +295,8 @@ def draw_batches(
         num_batches: At most so many.
         max_tokens: Tokens of each batch.
         max_length: The limit of a sequence.
-        over_length: What becomes of longer ones; see `draw_batch`.
+        over_length: What becomes of longer ones; see `draw_batch`, or ``split`` for pieces, which are sequences of
+            their own: ids are then places among all pieces.
         seed: Of what is drawn from a table, and of the order of any other source.
         tokenizer: What measures texts.
 
@@ -275,7 +305,14 @@ def draw_batches(
     """
     num_samples = 1 << 14
     while True:
+        if num_samples > _MOST_SEQUENCES:
+            raise DataError(
+                f"{num_batches:,} times {max_tokens:,} tokens are asked for, but those are more than "
+                f"{_MOST_SEQUENCES:,} sequences of {source}, the most that are drawn; lower --max-tokens"
+            )
         lengths = open_lengths(source, num_samples=num_samples, seed=seed, tokenizer=tokenizer)
+        if over_length == "split":
+            lengths = lengths.split(max_length)
         order = None
         if source not in LENGTH_TABLES:
             order = np.random.default_rng(seed).permutation(len(lengths.values)).tolist()
@@ -285,7 +322,7 @@ def draw_batches(
             if drawn and not _any_left(lengths.values, order, start, max_length if over_length == "drop" else None):
                 break
             limits: dict[str, Any] = {"max_tokens": max_tokens, "max_length": max_length, "over_length": over_length}
-            drawn.append(draw_batch(lengths.values, **limits, start=start, order=order))
+            drawn.append(draw_batch(lengths.values, **limits, start=start, order=order, cut=lengths.cut))
             start = drawn[-1].stop
         # The last batch of what was drawn from a table may have ended only because the draw did.
         if source not in LENGTH_TABLES or start < len(lengths.values):

@@ -269,7 +269,8 @@ class SampleTable:
         for number, store in enumerate(self.stores):
             meta = store.meta
             how = "tokens as they came" if meta["tokenizer"] is None else f"tokens by {meta['tokenizer']}"
-            line = f"{meta['source']}: {meta['form']} ({', '.join(meta['columns'])}), {how}"
+            columns = "" if meta["columns"] == [meta["form"]] else f" ({', '.join(meta['columns'])})"
+            line = f"{meta['source']}: {meta['form']}{columns}, {how}"
             if meta["ignored"]:
                 line += f"; columns not read: {', '.join(meta['ignored'])}"
             if self.shares:

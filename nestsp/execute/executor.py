@@ -28,6 +28,7 @@ from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
 from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import GroupShard, rank_spans
+from nestsp.units import plural
 
 __all__ = ["Executor", "LocalBatch", "LocalMicrobatch"]
 
@@ -59,7 +60,7 @@ class Executor:
         device: Where the tensors are.
         kernel: The attention kernel.
         timer: Times the turns of attention in the last run.
-        streaming: Groups take turns, so that one's attention hides another's exchange; otherwise one after the other.
+        streaming: Groups take turns, and attention hides exchanges; otherwise one after the other, and nothing hides.
         place: Where this rank is in its step.
     """
 
@@ -88,12 +89,12 @@ class Executor:
         for number, placement in plan.placements():
             if placement.ring_degree != 1 and refusal is not None:
                 raise PlanError(
-                    f"microbatch {number}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
+                    f"microbatch {number + 1}, {placement.group} has ring degree {placement.ring_degree}, but {refusal}"
                 )
         for number, microbatch in enumerate(plan.microbatches):
             if microbatch.num_kept_layers > self.shape.num_layers:
                 raise PlanError(
-                    f"microbatch {number} keeps {microbatch.num_kept_layers} layers, but the model has "
+                    f"microbatch {number + 1} keeps {plural(microbatch.num_kept_layers, 'layer')}, but the model has "
                     f"{self.shape.num_layers}; plan for this model"
                 )
         executor_capabilities(self.shape).check(plan)
@@ -188,6 +189,7 @@ class Executor:
             keep=shard.placement.keep,
             ring=ring,
             slices=head_slices(heads, shard.placement.num_slices) if shard.placement.num_slices > 1 else (),
+            overlaps=self.streaming,
         )
 
     def _context(self, schedule: Schedule, microbatch: int, groups: Mapping[int, GroupWork]) -> AttentionContext:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link
@@ -137,7 +137,7 @@ def probe_line(config: PreTrainedConfig) -> str:
     probe = probe_model(config, ("local", "ulysses" if ring_refusal(model_shape(config)) else "hybrid"))
     seconds = time.perf_counter() - start
     return (
-        f"probe    {plural(probe.num_layers, 'layer')} of the model made small, {' and '.join(probe.errors)}: logits, "
+        f"{plural(probe.num_layers, 'layer')} of the model made small, {' and '.join(probe.errors)}: logits, "
         f"loss and gradients equal each sequence alone ({probe.error:.0e}); {seconds:.1f} s"
     )
 

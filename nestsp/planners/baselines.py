@@ -154,10 +154,10 @@ class StaticDegree:
         if batch.num_sequences and num_bytes[level].max() > ground.free_bytes:
             return []
         order, levels = longest_first(batch), [level] * batch.num_sequences
-        seconds, sizes = ground.seconds(lengths).tolist(), num_bytes.tolist()
+        seconds = ground.seconds(lengths)
 
         def pack(number: int) -> Packing | None:
-            return pack_levels(ground.tree, levels, order, seconds, sizes, ground.free_bytes, number)
+            return pack_levels(ground.tree, levels, order, seconds, num_bytes, ground.free_bytes, number)
 
         room = num_groups(ground.tree, level) * ground.free_bytes
         least = math.ceil(float(num_bytes[level].sum()) / room * (1 - _ROUNDING))
@@ -263,7 +263,7 @@ class BaspGroups:
     def candidates(self, batch: SequenceBatch, below_s: float = math.inf) -> list[Candidate]:
         """Its packings, but for those known to be no faster than that."""
         lengths = np.array(batch.lengths, float)
-        prices = self.ground.seconds(lengths).tolist(), self.ground.bytes(lengths).tolist()
+        prices = self.ground.seconds(lengths), self.ground.bytes(lengths)
         work_s = float(self.ground.work_s(lengths).min(axis=0).sum())
 
         def pack(number: int) -> Packing | None:
@@ -271,9 +271,7 @@ class BaspGroups:
 
         return settle(self.ground, batch, pack, "basp", work_s=work_s, least=1, below_s=below_s)
 
-    def _pack(
-        self, batch: SequenceBatch, num_microbatches: int, seconds: list[list[float]], sizes: list[list[float]]
-    ) -> Packing | None:
+    def _pack(self, batch: SequenceBatch, num_microbatches: int, seconds: Floats, sizes: Floats) -> Packing | None:
         tree, free = self.ground.tree, self.ground.free_bytes
         packings = []
         for part in cut_by_tokens(batch, num_microbatches):

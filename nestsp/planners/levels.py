@@ -78,8 +78,8 @@ def pack_levels(
     tree: GroupTree,
     levels: Sequence[int],
     order: Sequence[int],
-    seconds: Sequence[Sequence[float]],
-    num_bytes: Sequence[Sequence[float]],
+    seconds: Floats,
+    num_bytes: Floats,
     free_bytes: float,
     num_microbatches: int,
     longer_s: float = 0.0,
@@ -90,7 +90,7 @@ def pack_levels(
         tree: The groups.
         levels: For each sequence its level.
         order: The sequences, longest first.
-        seconds: [levels, sequences], what each adds to a rank of its group.
+        seconds: float64 [levels, sequences], what each adds to a rank of its group.
         num_bytes: The same in bytes.
         free_bytes: What a rank may hold in one microbatch.
         num_microbatches: How many there are.
@@ -106,23 +106,23 @@ def pack_levels(
         if level:
             fanout = tree.fanouts[level - 1]
             loads = [load for load in loads for _ in range(fanout)]
-            held = [size for size in held for _ in range(fanout)]
+            held = [here for here in held for _ in range(fanout)]
         if not members:
             continue
         num_groups = len(loads) // num_microbatches
         heap = [(load, index) for index, load in enumerate(loads)]
         heapq.heapify(heap)
-        adds, sizes = seconds[level], num_bytes[level]
-        for i in members:
+        adds, sizes = seconds[level, members].tolist(), num_bytes[level, members].tolist()
+        for i, add, size in zip(members, adds, sizes, strict=True):
             full = []
-            while heap and held[heap[0][1]] + sizes[i] > free_bytes:
+            while heap and held[heap[0][1]] + size > free_bytes:
                 full.append(heapq.heappop(heap))
             if not heap:
                 return None
             load, index = heap[0]
-            loads[index] = load + adds[i]
-            held[index] += sizes[i]
-            heapq.heapreplace(heap, (loads[index], index))
+            loads[index] = load + add
+            held[index] += size
+            heapq.heapreplace(heap, (load + add, index))
             for entry in full:
                 heapq.heappush(heap, entry)
             microbatch_of[i], group_of[i] = divmod(index, num_groups)

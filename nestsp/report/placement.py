@@ -89,11 +89,13 @@ def _line(plan: Plan, placements: Sequence[Placement]) -> str:
     ranks = f"ranks {first.first_rank}-{last.ranks.stop - 1}"
     where = f"{ranks}, each alone" if first.degree == 1 else f"{ranks}, {len(placements)} groups of {first.degree}"
     if all(len(mine) == 1 for mine in lengths):
-        return f"{where}: 1 sequence of {_span([max(mine) for mine in lengths])} tokens each"
-    counts, totals = _span([len(mine) for mine in lengths]), _span([sum(mine) for mine in lengths])
-    return f"{where}: {counts} sequences, {totals} tokens each, longest {_span([max(mine) for mine in lengths])}"
+        return f"{where}: 1 sequence of {_span([max(mine) for mine in lengths], 'token')} each"
+    counts = _span([len(mine) for mine in lengths], "sequence")
+    totals = _span([sum(mine) for mine in lengths], "token")
+    return f"{where}: {counts}, {totals} each, longest {_span([max(mine) for mine in lengths])}"
 
 
-def _span(values: Sequence[int]) -> str:
+def _span(values: Sequence[int], noun: str = "") -> str:
     low, high = min(values), max(values)
-    return format_count(low) if low == high else f"{format_count(low)}-{format_count(high)}"
+    span = format_count(low) if low == high else f"{format_count(low)}-{format_count(high)}"
+    return f"{span} {noun}{'' if high == 1 else 's'}" if noun else span

@@ -14,11 +14,11 @@ from nestsp.config import RunConfig
 from nestsp.execute.executor import Executor
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
-from nestsp.train.checkpoint import Progress
 from nestsp.train.limits import Limits
+from nestsp.train.manifest import Progress
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World
-from nestsp.units import format_bytes, format_count
+from nestsp.units import format_bytes, format_count, plural
 
 __all__ = ["run_banner"]
 
@@ -40,6 +40,7 @@ def run_banner(
     checkpoint: Path | None,
     start: Progress,
     changes: tuple[str, ...],
+    probe: str,
 ) -> str:
     """Lines for people."""
     config = prepared.config
@@ -52,12 +53,13 @@ def run_banner(
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
+        ("probe", [probe]),
         (
             "ranks",
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
-                *([f"more ranks than this host's {cores} cores, so they take turns"] if crowded else []),
+                *([f"more ranks than this host's {plural(cores, 'core')}, so they take turns"] if crowded else []),
                 f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
                 *(["blocks of layers are compiled by torch.compile, attention and experts not"] if compiled else []),
             ],
@@ -77,7 +79,7 @@ def run_banner(
             [
                 "none but memory"
                 if cap is None
-                else f"{format_count(cap)} tokens a rank holds in one microbatch, after splitting "
+                else f"{plural(cap, 'token')} a rank holds in one microbatch, after splitting "
                 f"(a sequence of {format_count(cap * prepared.tree.num_ranks)} fits on all ranks together)"
             ],
         ),

@@ -23,7 +23,9 @@ from transformers.utils import logging as hf_logging
 from nestsp.config import LoraConfig
 from nestsp.errors import CheckpointError
 from nestsp.model.lora import merge_adapters, write_adapter
-from nestsp.train.checkpoint import named_parameters, on_all_ranks, prepare_folder, publish_folder
+from nestsp.train.agreement import one_sentence, together
+from nestsp.train.folders import prepare_folder, publish_folder
+from nestsp.train.run_state import named_parameters
 
 __all__ = ["export_adapter", "export_hugging_face", "refuse_to_replace", "write_hugging_face"]
 
@@ -71,13 +73,13 @@ def export_hugging_face(
     Raises:
         CheckpointError: It failed; then nothing has changed.
     """
-    task, remedy = f"{folder} could not be exported", "free space or mend the folder; the checkpoints are whole"
+    said = one_sentence(f"{folder} could not be exported", "free space or mend the folder; the checkpoints are whole")
 
     def prepare() -> None:
         if rank == 0:
             _prepare(folder)
 
-    on_all_ranks(control_group, task, prepare, remedy=remedy)
+    together(control_group, said(prepare))
     tensors = _gather(root, keep=rank == 0)
     if lora is not None:
         tensors = merge_adapters(tensors, lora.alpha / lora.rank)
@@ -86,7 +88,7 @@ def export_hugging_face(
         if rank == 0:
             write_hugging_face(config, tensors, folder, tokenizer=tokenizer)
 
-    on_all_ranks(control_group, task, write, remedy=remedy)
+    together(control_group, said(write))
     return folder
 
 
@@ -169,20 +171,20 @@ def export_adapter(
     Raises:
         CheckpointError: It failed; then nothing has changed.
     """
-    task, remedy = f"{folder} could not be written", "free space or mend the folder; the checkpoints are whole"
+    said = one_sentence(f"{folder} could not be written", "free space or mend the folder; the checkpoints are whole")
 
     def prepare() -> None:
         if rank == 0:
             prepare_folder(folder)
 
-    on_all_ranks(control_group, task, prepare, remedy=remedy)
+    together(control_group, said(prepare))
     tensors = _gather(root, keep=rank == 0, only_trained=True)
 
     def write() -> None:
         if rank == 0:
             _publish(prepare_folder(folder), folder, lambda saving: write_adapter(tensors, settings, base, saving))
 
-    on_all_ranks(control_group, task, write, remedy=remedy)
+    together(control_group, said(write))
     return folder
 
 

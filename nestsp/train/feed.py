@@ -19,8 +19,9 @@ from nestsp.errors import NestspError, PlanError
 from nestsp.execute.executor import Executor
 from nestsp.planners.task import Planned, PlanningTask
 from nestsp.planners.worker import PlanningProcess
+from nestsp.train.agreement import everywhere
 from nestsp.train.prepare import Prepared
-from nestsp.train.world import World, everywhere
+from nestsp.train.world import World
 
 __all__ = ["PlanFeed", "PlannedBatch"]
 

@@ -68,7 +68,7 @@ def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder:
         tokens = local.microbatches[first.microbatch].tokens
         tensors = {name: getattr(tokens, name) for name in ("ids", "positions", "targets", "weights")}
         safetensors.torch.save_file({**tensors, **watch.inputs}, path)
-    return f"first seen on rank {rank} in microbatch {first.microbatch}, in {first.what}; its inputs are in {path}"
+    return f"first seen on rank {rank} in microbatch {first.microbatch + 1}, in {first.what}; its inputs are in {path}"
 
 
 class _Watch:

@@ -6,13 +6,7 @@ from pathlib import Path
 
 from nestsp.config import RunConfig
 from nestsp.errors import CheckpointError
-from nestsp.train.checkpoint import (
-    Progress,
-    RunIdentity,
-    find_checkpoint,
-    latest_checkpoint,
-    validate_checkpoint,
-)
+from nestsp.train.manifest import Progress, RunIdentity, find_checkpoint, latest_checkpoint, validate_checkpoint
 from nestsp.train.prepare import Prepared
 from nestsp.train.run_folder import latest_run_folder, run_folder_of_job
 from nestsp.train.world import World
@@ -72,6 +66,15 @@ def lasting_settings(config: RunConfig) -> dict[str, object]:
     }
 
 
+# What of a checkpoint a setting gives its meaning.
+_MEANINGLESS = {
+    "data.seed": "its place in the data means",
+    "data.tokens_per_step": "its place in the data means",
+    "data.sequences_per_step": "its place in the data means",
+    "train.lora": "its weights and their optimizer's state fit",
+}
+
+
 def refuse_other_settings(checkpoint: Path, start: Progress, config: RunConfig, prepared: Prepared) -> None:
     """Refuse a checkpoint whose place in the data or whose step means nothing in this run.
 
@@ -82,8 +85,8 @@ def refuse_other_settings(checkpoint: Path, start: Progress, config: RunConfig, 
         saved = start.settings.get(key)
         if saved != value:
             raise CheckpointError(
-                f"{checkpoint.name} was saved with {key} = {saved}, but this run has {value}, so its place in the data "
-                "means nothing here; set it back, or begin a new run without --resume"
+                f"{checkpoint.name} was saved with {key} = {saved}, but this run has {value}, so {_MEANINGLESS[key]} "
+                "nothing here; set it back, or begin a new run without --resume"
             )
     if start.step >= prepared.num_steps:
         raise CheckpointError(

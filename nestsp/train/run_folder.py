@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.errors import ConfigError
-from nestsp.train.checkpoint import CHECKPOINTS, find_checkpoint
+from nestsp.train.manifest import CHECKPOINTS, find_checkpoint
 
 __all__ = [
     "EVALUATIONS",

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nestsp.train.checkpoint import Progress, RunIdentity, RunState, Staging, run_state, save_checkpoint
+from nestsp.train.checkpoint import save_checkpoint
+from nestsp.train.manifest import Progress, RunIdentity
+from nestsp.train.run_state import RunState, Staging, run_state
 from nestsp.train.world import World
 
 __all__ = ["Saver"]

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nestsp.attention.local import choose_kernel
+from nestsp.attention.choice import choose_kernel
+from nestsp.attention.local import Kernel
 from nestsp.comm.groups import make_links
-from nestsp.errors import ModelError
+from nestsp.errors import ConfigError, ModelError
 from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
@@ -25,9 +26,10 @@ from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
+from nestsp.train.agreement import everywhere
 from nestsp.train.parallelize import make_mesh, shard_root
 from nestsp.train.prepare import Prepared
-from nestsp.train.world import World, everywhere
+from nestsp.train.world import World
 
 __all__ = ["build_executor", "compute_dtype"]
 
@@ -58,7 +60,9 @@ def build_executor(
 
     Raises:
         ModelError: The ranks built different weights, or the files do not fit the model.
+        ConfigError: The attention kernel that the settings name cannot be used.
     """
+    kernel = _choose_kernel(prepared, world, dtype)
     train, cluster = prepared.config.train, world.cluster
     num_shards = train.num_shards(cluster.num_ranks, cluster.ranks_per_host)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -105,10 +109,34 @@ def build_executor(
         links,
         world.rank,
         world.device,
-        choose_kernel(world.device, dtype, prepared.shape.head_dim, softcap=bool(prepared.shape.softcap)),
+        kernel,
         AttentionTimer(world.device),
         streaming,
     )
+
+
+def _choose_kernel(prepared: Prepared, world: World, dtype: torch.dtype) -> Kernel:
+    """The same kernel on all ranks."""
+    shape = prepared.shape
+    kernel = world.together(
+        lambda: choose_kernel(
+            world.device,
+            dtype,
+            shape.head_dim,
+            window=shape.window or None,
+            softcap=shape.softcap or None,
+            named=prepared.config.train.attention_kernel,
+        )
+    )
+    names = sorted(set(world.gather(kernel.name)))
+    if len(names) > 1:
+        raise everywhere(
+            ConfigError(
+                f"train.attention_kernel chose {' on some ranks and '.join(names)} on others, but all must run the "
+                "same; install the same packages on all hosts, or set it to torch"
+            )
+        )
+    return kernel
 
 
 def _random_model(prepared: Prepared, world: World, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:

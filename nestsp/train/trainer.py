@@ -31,13 +31,15 @@ from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
 from nestsp.report.measured import TimedTurn, attention_s, waited_s
 from nestsp.simulate import imbalance, plan_work
+from nestsp.train.agreement import everywhere
 from nestsp.train.banner import run_banner
-from nestsp.train.checkpoint import Progress, RunIdentity, load_checkpoint, model_digest, read_progress
+from nestsp.train.checkpoint import load_checkpoint
 from nestsp.train.console import Bar, Screen
 from nestsp.train.evaluate import Evaluator, evaluation_task, prepare_evaluation
 from nestsp.train.export import export_adapter, export_hugging_face
 from nestsp.train.feed import PlanFeed
 from nestsp.train.limits import decide_limits
+from nestsp.train.manifest import Progress, RunIdentity, model_digest, read_progress
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 from nestsp.train.numerics import trace_nonfinite
 from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
@@ -52,7 +54,7 @@ from nestsp.train.trace import TraceFiles
 from nestsp.train.trackers import check_trackers
 from nestsp.train.update import learning_rate, make_optimizer, update
 from nestsp.train.watchdog import Watchdog
-from nestsp.train.world import World, everywhere, join_world
+from nestsp.train.world import World, join_world
 
 __all__ = ["prepare_with_progress", "train"]
 
@@ -77,7 +79,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
     prepared = prepare_with_progress(config, world, screen)
-    screen.say(world.first(lambda: probe_line(prepared.model)))
+    with screen.progress("probing the model", None):
+        probe = world.first(lambda: probe_line(prepared.model))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -117,7 +120,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         start = dataclasses.replace(start, settings=settings)
     locks: list[FileLock] = []  # held until the process ends
     folder, changes = world.first(lambda: open_run_folder(config, checkpoint, start.step, world.job, locks))
-    screen.say(run_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes))
+    screen.say(run_banner(prepared, task, limits, world, executor, dtype, folder, checkpoint, start, changes, probe))
     records: list[Records] = []  # rank 0's
     world.first(lambda: records.append(Records(config, folder, start.step)))
     saver = Saver(

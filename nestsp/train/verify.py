@@ -42,13 +42,14 @@ from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
 from nestsp.shard import rank_spans
+from nestsp.train.agreement import everywhere
 from nestsp.train.console import Screen
 from nestsp.train.launch import EXIT_SAID
 from nestsp.train.limits import decide_limits
 from nestsp.train.prepare import Prepared, planning_task
 from nestsp.train.setup import build_executor
 from nestsp.train.trainer import prepare_with_progress
-from nestsp.train.world import World, everywhere, join_world
+from nestsp.train.world import World, join_world
 from nestsp.units import format_count, plural
 
 __all__ = ["TOLERANCE", "choose_plan", "verify"]
@@ -77,14 +78,11 @@ def verify(config: RunConfig, max_tokens: int) -> int:
                 "set it to null (tests/distributed/test_lora.py compares adapters)"
             )
         )
-    if config.train.compile:
-        raise everywhere(
-            ConfigError(
-                "train.compile is true, but nestsp verify compares in float64 throughout, which compiled code is not; "
-                "set it to false (tests/distributed/test_compiled.py compares compiled models)"
-            )
-        )
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    on_cpu = {
+        "cluster": config.cluster.model_copy(update={"device": "cpu"}),
+        "train": config.train.model_copy(update={"attention_kernel": "auto", "compile": False}),
+    }
+    config = config.model_copy(update=on_cpu)
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     prepared = prepare_with_progress(config, world, screen)

@@ -3,7 +3,8 @@
 Each rank has a thread that looks at its place (`nestsp.attention.place`) four times a second. When one has not moved
 for ``stall_s``, it asks all ranks for theirs, through the launcher's key-value store: no collective, and no other rank
 has to be awake. Ranks that give none are named too: their processes are stopped, or hang where Python cannot run. Then
-every rank that is awake leaves; the launcher ends the others.
+every rank that is awake kills those of its own host that are not, and leaves. Left to the launcher they would hold up
+the job's end, or its restart: torchrun waits 30 s for an answer to SIGTERM, which a stopped process cannot give.
 
 It also keeps a rank from waiting for ever after it was told to end: one that does not move then waits for a rank that
 is gone.
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from nestsp.attention.place import Place
 from nestsp.train.launch import EXIT_SAID
+from nestsp.train.processes import Process, end_sibling, this_process
 from nestsp.train.signals import Requests
 from nestsp.train.world import World
 
@@ -62,6 +64,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        process, store = this_process(), self._store
+        if process is not None and store is not None:
+            store.set(f"process-{self._world.rank}", process.to_text())
         self._thread.start()
         return self
 
@@ -126,6 +131,7 @@ class Watchdog:
         mine = f"{self._place}; {self._where()}; no move for {now - self._moved_at:.0f} s"
         rank, num_ranks = self._world.rank, self._world.cluster.num_ranks
         speaks, places = True, {rank: mine}
+        silent: list[Process] = []
         store = self._store
         if store is not None:
 
@@ -135,20 +141,34 @@ class Watchdog:
                 return bool(store.add("speaker", 1) == 1)
 
             def collect() -> dict[int, str]:
-                there = [other for other in range(num_ranks) if store.check([f"place-{other}"])]
-                return {other: store.get(f"place-{other}").decode() for other in there}
+                return {other: text for other in range(num_ranks) if (text := _look_up(store, f"place-{other}"))}
+
+            def collect_silent() -> list[Process]:
+                there = [_look_up(store, f"process-{other}") for other in self._neighbours() if other not in places]
+                return [Process.from_text(text) for text in there if text]
 
             answer = _within(_STORE_S, ask)
             speaks = answer is not False
-            if answer:
+            if answer is not None:
                 time.sleep(_ANSWER_S)
-                places |= _within(_STORE_S, collect) or {}
+                found = _within(_STORE_S, collect)
+                if found is not None:  # else the store, not a rank, is silent
+                    places |= found
+                    silent = _within(_STORE_S, collect_silent) or []
         if speaks:
             print(self._report(places), file=sys.stderr, flush=True)
             time.sleep(1.0)  # the launcher ends all ranks once one has left; those that answer shall not be cut short
         else:
-            time.sleep(_ANSWER_S + _STORE_S + 1.0)
+            time.sleep(_STORE_S + 1.0)
+        for process in silent:
+            end_sibling(process)
         os._exit(EXIT_SAID)
+
+    def _neighbours(self) -> range:
+        """Ranks of this host."""
+        number = self._world.cluster.ranks_per_host
+        first = self._world.rank // number * number
+        return range(first, first + number)
 
     def _report(self, places: dict[int, str]) -> str:
         lines = [
@@ -171,6 +191,11 @@ class Watchdog:
         return "in " + " ← ".join(
             f"{entry.name} ({os.path.basename(entry.filename)}:{entry.lineno})" for entry in entries
         )
+
+
+def _look_up(store: Store, key: str) -> str | None:
+    """What a key holds; None, and no waiting, where it holds nothing."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:

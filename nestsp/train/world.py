@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from nestsp import errors
 from nestsp.cluster import Cluster
 from nestsp.config import ClusterConfig
 from nestsp.errors import LaunchError, NestspError
+from nestsp.train.agreement import agree, everywhere, together
+from nestsp.train.meeting import meet
+from nestsp.units import plural
 
-__all__ = ["World", "choose_device_type", "default_num_ranks", "everywhere", "join_world"]
+__all__ = ["World", "choose_device_type", "default_num_ranks", "join_world"]
 
 # How often a rank that waits for others' preparation asks whether they are done.
 _ASK_EVERY_S = 0.2
 
 T = TypeVar("T")
-E = TypeVar("E", bound=NestspError)
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,7 +44,7 @@ class World:
         control: A gloo group of all ranks for what is not tensors: plans, outcomes, errors.
         store: The launcher's key-value store, which needs no other rank to be awake; None if there is none.
         job: The launcher's name for this job.
-        num_restarts: How often the launcher has started the job's ranks anew.
+        num_restarts: How often the launcher has started the job's ranks anew, for whatever reason.
     """
 
     rank: int
@@ -83,21 +84,7 @@ class World:
         Raises:
             NestspError: The error of the lowest rank that had one, on every rank.
         """
-        result: T | None = None
-        mine: tuple[str, str] | None = None
-        try:
-            result = action()
-        except NestspError as error:
-            mine = (type(error).__name__, str(error))
-        outcomes = self.gather((mine, result))
-        errors_by_rank = [error for error, _ in outcomes]
-        for rank, outcome in enumerate(errors_by_rank):
-            if outcome is not None:
-                name, message = outcome
-                alike = all(other == outcome for other in errors_by_rank)
-                shared: NestspError = getattr(errors, name)(message if alike else f"rank {rank}: {message}")
-                raise everywhere(shared)
-        return [value for _, value in outcomes]  # type: ignore[misc]
+        return agree(self.control, action)
 
     def first(self, action: Callable[[], T]) -> T:
         """Do something on rank 0 alone; all ranks get its result, or its error.
@@ -118,9 +105,7 @@ class World:
 
     def together(self, action: Callable[[], T]) -> T:
         """As `agree`, for a result that stays on its rank."""
-        box: list[T] = []
-        self.agree(lambda: box.append(action()))
-        return box[0]
+        return together(self.control, action)
 
     def prepare_together(
         self, what: str, action: Callable[[], T], waiting: Callable[[int, int], None] | None = None
@@ -157,12 +142,6 @@ class World:
         return self.together(finish)
 
 
-def everywhere(error: E) -> E:
-    """Mark an error that every rank raises alike, so that rank 0 alone says it."""
-    error.raised_on_all_ranks = True
-    return error
-
-
 def default_num_ranks(config: ClusterConfig) -> int:
     """One rank a GPU, or one without GPUs."""
     return max(1, torch.cuda.device_count()) if config.device != "cpu" and torch.cuda.is_available() else 1
@@ -177,7 +156,8 @@ def choose_device_type(config: ClusterConfig, ranks_per_host: int) -> str:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and num_gpus < ranks_per_host:
         raise LaunchError(
-            f"cluster.device is cuda and each host has {ranks_per_host} ranks, but this host has {num_gpus} GPUs; "
+            f"cluster.device is cuda and each host has {plural(ranks_per_host, 'rank')}, but this host has "
+            f"{plural(num_gpus, 'GPU')}; "
             "start fewer ranks, or set cluster.device = cpu"
         )
     return "cuda" if config.device != "cpu" and num_gpus >= ranks_per_host else "cpu"
@@ -199,8 +179,8 @@ def join_world(config: ClusterConfig) -> World:
     local_rank, ranks_per_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if config.ranks is not None and config.ranks != ranks_per_host:
         raise LaunchError(
-            f"cluster.ranks is {config.ranks}, but torchrun started {ranks_per_host} ranks on this host; start it with "
-            f"--nproc-per-node {config.ranks}, or leave cluster.ranks out"
+            f"cluster.ranks is {config.ranks}, but torchrun started {plural(ranks_per_host, 'rank')} on this host; "
+            f"start it with --nproc-per-node {config.ranks}, or leave cluster.ranks out"
         )
     kind = choose_device_type(config, ranks_per_host)
     device = torch.device("cpu")
@@ -209,12 +189,13 @@ def join_world(config: ClusterConfig) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
-    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    attempt = 1
     store: Store | None = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store outlives its ranks, and what the ranks before a restart left in it would mislead these: gloo
-        # would wait for ports that are gone.
-        store = PrefixStore(f"nestsp-{num_restarts}", _connect(timeout))
+        shared = PrefixStore(f"nestsp/{job}", _connect(timeout))
+        attempt = meet(shared, rank, num_ranks, config.timeout_s)
+        store = PrefixStore(f"attempt-{attempt}", shared)
     dist.init_process_group(
         backend,
         store=store,
@@ -243,9 +224,9 @@ def join_world(config: ClusterConfig) -> World:
         "nccl" if kind == "cuda" else "gloo",
         control,
         # A connection of its own: the watchdog must not wait behind what hangs in another.
-        PrefixStore(f"nestsp-watchdog-{num_restarts}", _connect(timedelta(seconds=10))),
-        os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        num_restarts,
+        PrefixStore(f"nestsp/{job}/watchdog-{attempt}", _connect(timedelta(seconds=10))),
+        job,
+        attempt - 1,
     )
 
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
-from nestsp.attention.local import CpuFlash, Kernel, Segments
+from nestsp.attention.kernels import CpuFlash
+from nestsp.attention.local import Kernel, Mask
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
@@ -217,49 +218,20 @@ class CountingKernel:
         kernel.calls = self.calls
         return kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        self._count("forward", q, k, v, segments, segments)
-        return self.inner.forward(q, k, v, segments, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        self._count("forward", q, k, v, mask)
+        return self.inner.forward(q, k, v, mask, scale)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._count("backward", q, k, v, segments, segments)
-        return self.inner.backward(dout, q, k, v, out, lse, segments, scale)
+        self._count("backward", q, k, v, mask)
+        return self.inner.backward(dout, q, k, v, out, lse, mask, scale)
 
-    def forward_block(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self._count("forward", q, k, v, queries, keys)
-        return self.inner.forward_block(q, k, v, queries, keys, scale)
-
-    def backward_block(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        queries: Segments,
-        keys: Segments,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._count("backward", q, k, v, queries, keys)
-        return self.inner.backward_block(dout, q, k, v, out, lse, queries, keys, scale)
-
-    def _count(self, call: str, q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments) -> None:
+    def _count(self, call: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         assert min(*q.shape, *k.shape) > 0
-        assert min(*queries.lengths, *keys.lengths) > 0
-        assert (sum(queries.lengths), sum(keys.lengths), len(k)) == (len(q), len(k), len(v))
+        assert min(*mask.queries.lengths, *mask.keys.lengths) > 0
+        assert (sum(mask.queries.lengths), sum(mask.keys.lengths), len(k)) == (len(q), len(k), len(v))
         self.calls[call] += 1
 
 

@@ -67,7 +67,8 @@ def local_targets(plan: Plan, tokens: Mapping[int, Tensor], rank: int) -> list[i
 # --- A: normalisation of the loss ---------------------------------------------------------------
 
 
-def test_A1_several_microbatches_are_one_batch(pool: RankPool) -> None:
+def test_A1_A15_several_microbatches_are_one_batch(pool: RankPool) -> None:
+    """A15: sums of losses meet in one function, whatever the microbatches."""
     lengths = (8, 512, 9, 300)
     apart = plan_of((2,), lengths, {(0, 0): [0, 1]}, {(0, 0): [2, 3]})
     together = plan_of((2,), lengths, {(0, 0): [0, 1, 2, 3]})

@@ -111,7 +111,7 @@ def test_what_is_no_export_is_not_replaced(pool: RankPool, tmp_path: Path) -> No
     (folder / "chapter-1").write_text("dear to someone")
     texts = pool.run(export, LLAMA, folder, None, ranks=2)
     assert set(texts) == {
-        f"{folder} is there and is no exported model, but an export would replace it; give another folder"
+        f"rank 0: {folder} is there and is no exported model, but an export would replace it; give another folder"
     }
     assert [path.name for path in folder.iterdir()] == ["chapter-1"]
 
@@ -138,7 +138,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_keeps_the_earlier_export(pool:
     before = (folder / "model.safetensors").read_bytes()
     texts = pool.run(export_on_a_full_disk, folder, ranks=2)
     assert len(set(texts)) == 1
-    assert texts[0].startswith(f"{folder} could not be exported on rank 0: ")
+    assert texts[0].startswith(f"rank 0: {folder} could not be exported: ")
     assert "\n" not in texts[0]
     assert (folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["export"]

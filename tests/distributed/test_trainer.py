@@ -339,7 +339,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoints(pool: 
     assert refusal.said_once
     assert "of step 2 is nan, but it must be finite; no weight was changed by this step" in refusal.sentence
     assert re.search(
-        r"; first seen on rank \d in microbatch 0, in .*; its inputs are in runs/tiny-1/nan-000002-\d.saf",
+        r"; first seen on rank \d in microbatch 1, in .*; its inputs are in runs/tiny-1/nan-000002-\d.saf",
         (refusal.sentence),
     )
     assert [path.name for path in (tmp_path / "runs" / "tiny-1" / "checkpoints").iterdir()] == ["step-000001"]
@@ -378,7 +378,7 @@ def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
     assert refusal is not None
     assert refusal.kind == "NumericsError"
     path = "runs/tiny-1/nan-000003-2.safetensors"
-    assert refusal.sentence.endswith(f"; first seen on rank 2 in microbatch 1, in {said}; its inputs are in {path}")
+    assert refusal.sentence.endswith(f"; first seen on rank 2 in microbatch 2, in {said}; its inputs are in {path}")
     saved = safetensors.torch.load_file(tmp_path / path)
     assert {"ids", "positions", "targets", "weights"} <= saved.keys()
     if where == "forward":

@@ -2,7 +2,7 @@
 
 Arguments: the trouble, then those of nestsp. Troubles: ``none``; ``die:RANK:N``, killed in its n-th update;
 ``die-saving:RANK:N``, killed when it has written its own part of the n-th checkpoint; ``sleep:RANK:N``, which never
-comes back from its n-th update.
+comes back from its n-th update; ``stop:RANK:N``, stopped in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from nestsp.cli.main import main
 from nestsp.train import checkpoint, trainer
+from nestsp.train.folders import crc32_of
 from nestsp.train.update import update
 
 
@@ -38,6 +39,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    """As a debugger or a scheduler stops a process: no thread of it runs any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def sleep_for_ever() -> None:
     """Hang where Python can still run other threads."""
     while True:
@@ -51,9 +57,9 @@ if __name__ == "__main__":
     if not mine:
         main()
     elif kind == "die-saving":
-        with patch.object(checkpoint, "_crc32", troubled(checkpoint._crc32, int(number), die)):
+        with patch.object(checkpoint, "crc32_of", troubled(crc32_of, int(number), die)):
             main()
     else:
-        trouble = {"die": die, "sleep": sleep_for_ever}[kind]
+        trouble = {"die": die, "sleep": sleep_for_ever, "stop": stop}[kind]
         with patch.object(trainer, "update", troubled(update, int(number), trouble)):
             main()

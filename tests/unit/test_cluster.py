@@ -57,8 +57,20 @@ def test_a_text_that_is_no_product_of_fanouts_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("cluster", [(0, 4), (4, 0), (-1, 1)])
 def test_a_cluster_has_at_least_one_host_and_one_rank(cluster: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="but it must be at least 1"):
+    with pytest.raises(ConfigError, match="but hosts and ranks of each must be at least 1"):
         Cluster(*cluster)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("999999999x9", "is 999,999,999x9, which is 8,999,999,991 ranks, but at most 1,048,576 are planned for"),
+        (f"8x{'9' * 5000}", "but it must be hosts x ranks of each"),
+    ],
+)
+def test_a_cluster_larger_than_any_is_refused(text: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        Cluster.parse(text)
 
 
 def test_a_group_knows_its_ranks_and_says_them() -> None:

@@ -132,6 +132,8 @@ def test_a_memory_limit_of_another_kind_is_refused(written: str) -> None:
         ("train.weight_decay", -0.1, "is -0.1, but it must be greater than or equal to 0"),
         ("train.dtype", "fp16", "is 'fp16', but it must be 'auto', 'float32' or 'bfloat16'"),
         ("train.recompute", "on", "is 'on', but it must be a valid boolean"),
+        ("train.trace_steps", [2], "is [2], but it must be the first and the last step that are traced; give both"),
+        ("train.trace_steps", 2, "is 2, but it must be the first and the last step that are traced; give both"),
         ("train", 3, "is 3, but it must be an object"),
         ("train", None, "is None, but it must be an object"),
     ],
@@ -140,6 +142,12 @@ def test_a_wrong_type_or_value_is_refused_with_key_value_and_rule(key: str, valu
     sentence = _refusal(_changed(key, value))
     assert sentence.startswith(f"run.yaml: {key} {rule}")
     assert "more)" not in sentence
+
+
+def test_two_traced_steps_are_read_and_each_is_checked() -> None:
+    assert parse_config(_changed("train.trace_steps", [3, 5])).train.trace_steps == (3, 5)
+    assert parse_config(_changed("train.trace_steps", None)).train.trace_steps is None
+    assert "train.trace_steps.0 is 0, but it must be greater than" in _refusal(_changed("train.trace_steps", [0, 5]))
 
 
 def test_one_wrong_element_of_a_list_is_named_by_its_place() -> None:

@@ -51,7 +51,7 @@ def test_counts_follow_from_the_placements() -> None:
         (_with(Placement(ROOT, (0, -1))), "names sequence position -1, but the batch has 4 sequences"),
         (_with(Placement(LEFT, (1,)), Placement(ROOT, (0,))), "each may be there once, in order"),
         (_with(Placement(ROOT, (0,)), Placement(ROOT, (1,))), "each may be there once, in order"),
-        (_with(Placement(Group(1, 1, 2), (0, 1))), "microbatch 0, ranks 1-2 is no group of the tree 2x2"),
+        (_with(Placement(Group(1, 1, 2), (0, 1))), "microbatch 1, ranks 1-2 is no group of the tree 2x2"),
         (_with(Placement(ROOT, (0, 1)), Placement(LEFT, ())), "has no sequence, but an empty group must be left out"),
         (_with(Placement(ROOT, (0, 1), 3)), "has ring degree 3, but it must divide the group's 4 ranks"),
         (_with(Placement(ROOT, (0, 1), 0)), "has ring degree 0"),
@@ -90,7 +90,7 @@ def test_the_cap_is_kept_to_the_token() -> None:
     with pytest.raises(InfeasibleError) as refused:
         PLAN.check(max_tokens_per_rank=3)
     assert str(refused.value) == (
-        "rank 0 would hold 4 tokens in microbatch 0, but the cap is 3; plan the batch again under that cap"
+        "rank 0 would hold 4 tokens in microbatch 1, but the cap is 3; plan the batch again under that cap"
     )
 
 

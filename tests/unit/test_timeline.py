@@ -142,6 +142,19 @@ def test_slices_of_heads_hide_a_groups_exchanges_behind_its_own_attention(num_sl
     assert (some.peak_bytes == one.peak_bytes).all()
 
 
+@pytest.mark.parametrize(("ring", "num_slices"), [(8, 1), (2, 1), (1, 4)])
+def test_without_streaming_a_groups_own_attention_hides_nothing_either(ring: int, num_slices: int) -> None:
+    """One long sequence on all ranks: there is nothing else that could hide its exchanges."""
+    cost = model(1, 8)
+    order = tuple(range(cost.tree.num_levels))
+    placement = Placement(cost.tree.group(0, 0), (0,), ring, "none", num_slices)
+    plan = Plan(cost.tree, SequenceBatch.of_lengths([400_000]), (Microbatch((placement,)),), order, "")
+    streamed, in_turn = timeline(plan, cost), timeline(plan, cost, streaming=False)
+    assert in_turn.exchanging_s.mean() > 1.05 * streamed.exchanging_s.mean()  # a hybrid hides one pass of several
+    assert in_turn.makespan_s > streamed.makespan_s
+    np.testing.assert_allclose(streamed.computing_s, in_turn.computing_s)
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("keep", ["none", "output"])
 def test_sliced_groups_are_walked_like_all_others(streaming: bool, keep: Keep) -> None:

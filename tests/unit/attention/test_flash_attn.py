@@ -1,9 +1,7 @@
-"""flash-attn cannot run here: a stand-in with its functions' signatures shows that each argument is in its place."""
+"""flash-attn cannot run here: stand-ins with its functions' signatures show that each argument is in its place."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -11,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestsp.attention.flash_attn import FlashAttn, has_flash_attn
-from nestsp.attention.local import CudaFlash, MathKernel, Segments, choose_kernel
+from nestsp.attention.flash_attn import FlashAttn2, FlashAttn3
+from nestsp.attention.kernels import MathKernel
+from nestsp.attention.local import Kernel, Mask, Segments
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def segments_of(cu_seqlens: Tensor) -> Segments:
     return Segments.of(tuple(cu_seqlens.diff().tolist()), CPU)
+
+
+def mask_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool) -> Mask:
+    mask = Mask(segments_of(cu_seqlens_q), segments_of(cu_seqlens_k), causal)
+    assert (max_seqlen_q, max_seqlen_k) == (max(mask.queries.lengths), max(mask.keys.lengths))
+    return mask
 
 
 def math_of(window_size_left: int, window_size_right: int, causal: bool, softcap: float) -> MathKernel:
@@ -29,7 +34,7 @@ def math_of(window_size_left: int, window_size_right: int, causal: bool, softcap
 
 
 # Names, order and defaults of flash-attn 2.7's own.
-def forward(
+def forward_2(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,14 +56,12 @@ def forward(
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert dropout_p == 0
-    queries, keys = segments_of(cu_seqlens_q), segments_of(cu_seqlens_k)
-    assert (max_seqlen_q, max_seqlen_k) == (max(queries.lengths), max(keys.lengths))
-    kernel = math_of(window_size_left, window_size_right, causal, softcap)
-    out, lse = kernel._forward(q, k, v, queries, keys, causal, softmax_scale)
+    mask = mask_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    out, lse = math_of(window_size_left, window_size_right, causal, softcap).forward(q, k, v, mask, softmax_scale)
     return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
 
 
-def backward(
+def backward_2(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -84,57 +87,138 @@ def backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     assert (dropout_p, alibi_slopes, rng_state) == (0, None, None)
-    queries, keys = segments_of(cu_seqlens_q), segments_of(cu_seqlens_k)
-    assert (max_seqlen_q, max_seqlen_k) == (max(queries.lengths), max(keys.lengths))
+    mask = mask_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     kernel = math_of(window_size_left, window_size_right, causal, softcap)
-    grads = kernel._backward(dout, q, k, v, out, softmax_lse, queries, keys, causal, softmax_scale)
+    grads = kernel.backward(dout, q, k, v, out, softmax_lse, mask, softmax_scale)
     for place, grad in zip((dq, dk, dv), grads, strict=True):
         place.copy_(grad)
     return q.new_empty(0)
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+# Names, order and defaults of flash-attn 3's own, of 2025 and 2026.
+def forward_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    unused = (k_new, v_new, qv, out_, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k)
+    assert {*unused, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale} == {None}
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    assert max_seqlen_q is not None
+    assert max_seqlen_k is not None
+    assert softmax_scale is not None
+    mask = mask_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    out, lse = math_of(window_size_left, window_size_right, causal, softcap).forward(q, k, v, mask, softmax_scale)
+    return out, lse, q.new_empty(0), q.new_empty(0)
+
+
+def backward_3(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    sequed_q: Tensor | None,
+    sequed_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    softmax_scale: float,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    assert (sequed_q, sequed_k) == (None, None)
+    mask = mask_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal)
+    kernel = math_of(window_size_left, window_size_right, is_causal, softcap)
+    grads = kernel.backward(dout, q, k, v, out, softmax_lse, mask, softmax_scale)
+    for place, grad in zip((dq, dk, dv), grads, strict=True):
+        place.copy_(grad)
+    return q.new_empty(0)
+
+
+# As vLLM's version of it and its own betas have them: a window is a pair, and all up to it must be given.
+def paired_forward_3(*args: Any, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0) -> Any:
+    assert len(args) == 25
+    return functions_of_3()._flash_attn_forward(*args, *window_size, 0, softcap)
+
+
+def paired_backward_3(*args: Any, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0) -> Any:
+    assert len(args) == 17
+    return functions_of_3()._flash_attn_backward(*args, *window_size, softcap)
+
+
+def functions_of_2() -> Any:
     module: Any = ModuleType("flash_attn.flash_attn_interface")
-    module._flash_attn_varlen_forward, module._flash_attn_varlen_backward = forward, backward
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+    module._flash_attn_varlen_forward, module._flash_attn_varlen_backward = forward_2, backward_2
+    return module
 
 
-@pytest.mark.usefixtures("stand_in")
+def functions_of_3(*, paired: bool = False) -> Any:
+    module: Any = ModuleType("flash_attn_interface")
+    module._flash_attn_forward = paired_forward_3 if paired else forward_3
+    module._flash_attn_backward = paired_backward_3 if paired else backward_3
+    return module
+
+
+KERNELS = {
+    "2": FlashAttn2(functions_of_2(), "2"),
+    "3": FlashAttn3(functions_of_3(), "3"),
+    "3, paired windows": FlashAttn3(functions_of_3(paired=True), "3"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 1.5), (4, 1.5), (4, None)])
-def test_its_inner_functions_get_what_they_expect(window: int | None, softcap: float | None) -> None:
+def test_inner_functions_get_what_they_expect(kernel: Kernel, window: int | None, softcap: float | None) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(9, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4))
-    ours, wanted = FlashAttn().adapted(window, softcap), MathKernel(window, softcap)
+    ours, wanted = kernel.adapted(window, softcap), MathKernel(window, softcap)
     segments = Segments.of((6, 3), CPU)
-    out, lse = ours.forward(q, k, v, segments, 0.7)
-    assert all(map(torch.equal, (out, lse), wanted.forward(q, k, v, segments, 0.7)))
-    grads = ours.backward(dout, q, k, v, out, lse, segments, 0.7)
-    assert all(map(torch.equal, grads, wanted.backward(dout, q, k, v, out, lse, segments, 0.7)))
-    if window is None:
-        late = Segments.of((2, 1), CPU)
-        part, part_lse = ours.forward_block(q[:3], k, v, late, segments, 0.7)
-        assert all(map(torch.equal, (part, part_lse), wanted.forward_block(q[:3], k, v, late, segments, 0.7)))
-        grads = ours.backward_block(dout[:3], q[:3], k, v, part, part_lse, late, segments, 0.7)
-        right = wanted.backward_block(dout[:3], q[:3], k, v, part, part_lse, late, segments, 0.7)
-        assert all(map(torch.equal, grads, right))
-
-
-@pytest.mark.parametrize(
-    ("version", "known"), [(None, False), ("2.6.3", False), ("2.7.4.post1", True), ("2.8.3", True), ("3.0.0", False)]
-)
-def test_it_is_chosen_for_soft_caps_where_a_known_version_is_installed(
-    version: str | None, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def installed(name: str) -> str:
-        assert name == "flash_attn"
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert has_flash_attn() == known
-    capped = choose_kernel(GPU, torch.bfloat16, 128, softcap=True)
-    assert isinstance(capped, FlashAttn if known else MathKernel)
-    assert isinstance(choose_kernel(GPU, torch.bfloat16, 128), CudaFlash)
+    masks = [Mask.causal(segments)] + ([Mask.full(Segments.of((2, 1), CPU), segments)] if window is None else [])
+    for mask in masks:
+        rows = slice(0, sum(mask.queries.lengths))
+        out, lse = ours.forward(q[rows], k, v, mask, 0.7)
+        assert all(map(torch.equal, (out, lse), wanted.forward(q[rows], k, v, mask, 0.7)))
+        grads = ours.backward(dout[rows], q[rows], k, v, out, lse, mask, 0.7)
+        assert all(map(torch.equal, grads, wanted.backward(dout[rows], q[rows], k, v, out, lse, mask, 0.7)))

@@ -10,18 +10,8 @@ import torch
 import torch.overrides
 from torch import Tensor
 
-from nestsp.attention.local import (
-    CpuFlash,
-    CudaFlash,
-    Kernel,
-    MathKernel,
-    Segments,
-    attend,
-    attend_backward,
-    attend_block,
-    attend_block_backward,
-    choose_kernel,
-)
+from nestsp.attention.kernels import CpuFlash, MathKernel
+from nestsp.attention.local import Kernel, Mask, Segments, attend, attend_backward
 from nestsp.attention.merge import merge_into, wide
 from nestsp.shape import head_shares
 
@@ -62,18 +52,12 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert float((found.double() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
 
 
-def small_blocks(block: int) -> MathKernel:
-    kernel = MathKernel()
-    kernel.block = block
-    return kernel
-
-
-KERNELS = {
+KERNELS: dict[str, Kernel] = {
     "flash": CpuFlash(),
     "math": MathKernel(),
-    "math in blocks of 1": small_blocks(1),
-    "math in blocks of 4": small_blocks(4),
-    "math in blocks of 11": small_blocks(11),
+    "math in blocks of 1": MathKernel(block=1),
+    "math in blocks of 4": MathKernel(block=4),
+    "math in blocks of 11": MathKernel(block=11),
 }
 
 
@@ -88,8 +72,8 @@ def test_kernels_agree_with_a_plain_softmax(kernel: Kernel, dtype: torch.dtype, 
 
 def compare_with_plain(kernel: Kernel, dtype: torch.dtype, size: int, kv_of_query: tuple[int, ...]) -> None:
     q, k, v, dout = draw(len(kv_of_query), kv_of_query[-1] + 1, size, dtype)
-    segments, scale = Segments.of(LENGTHS, CPU), 0.7 * size**-0.5
-    out, lse = attend(kernel, q, k, v, segments, scale, kv_of_query)
+    mask, scale = Mask.causal(Segments.of(LENGTHS, CPU)), 0.7 * size**-0.5
+    out, lse = attend(kernel, q, k, v, mask, scale, kv_of_query)
     inputs = [x.double().clone().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = plain(inputs[0], inputs[1], inputs[2], LENGTHS, scale, kv_of_query)
     tolerance = TOLERANCES[dtype]
@@ -97,7 +81,7 @@ def compare_with_plain(kernel: Kernel, dtype: torch.dtype, size: int, kv_of_quer
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_close(out, expected.detach(), tolerance)
     assert_close(lse, expected_lse.detach(), min(tolerance, 2e-5))
-    grads = attend_backward(kernel, dout, q, k, v, out, lse, segments, scale, kv_of_query)
+    grads = attend_backward(kernel, dout, q, k, v, out, lse, mask, scale, kv_of_query)
     for grad, wanted in zip(grads, torch.autograd.grad(expected, inputs, dout.double()), strict=True):
         assert grad.dtype == dtype
         assert_close(grad, wanted, 2 * tolerance)
@@ -106,11 +90,11 @@ def compare_with_plain(kernel: Kernel, dtype: torch.dtype, size: int, kv_of_quer
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 def test_one_sequence_does_not_see_another(kernel: Kernel) -> None:
     q, k, v, dout = draw(4, 2, 8, torch.float64)
-    segments = Segments.of(LENGTHS, CPU)
-    out, lse = kernel.forward(q, k, v, segments, 0.3)
-    grads = kernel.backward(dout, q, k, v, out, lse, segments, 0.3)
-    for s in segments.slices():
-        alone = Segments.of((s.stop - s.start,), CPU)
+    mask = Mask.causal(Segments.of(LENGTHS, CPU))
+    out, lse = kernel.forward(q, k, v, mask, 0.3)
+    grads = kernel.backward(dout, q, k, v, out, lse, mask, 0.3)
+    for s in mask.queries.slices():
+        alone = Mask.causal(Segments.of((s.stop - s.start,), CPU))
         out_alone, lse_alone = kernel.forward(q[s], k[s], v[s], alone, 0.3)
         assert torch.equal(out[s], out_alone)
         assert torch.equal(lse[:, s], lse_alone)
@@ -123,23 +107,23 @@ def test_one_sequence_does_not_see_another(kernel: Kernel) -> None:
 def test_any_strides_will_do(kernel: Kernel) -> None:
     """Transformers' queries are views in another order; a gradient may be one number expanded."""
     q, k, v, dout = draw(4, 2, 8, torch.float64)
-    segments = Segments.of(LENGTHS, CPU)
-    out, lse = kernel.forward(q, k, v, segments, 0.3)
-    expected = kernel.backward(dout, q, k, v, out, lse, segments, 0.3)
+    mask = Mask.causal(Segments.of(LENGTHS, CPU))
+    out, lse = kernel.forward(q, k, v, mask, 0.3)
+    expected = kernel.backward(dout, q, k, v, out, lse, mask, 0.3)
     for dims in ((0, 1), (1, 2), (0, 2)):
         views = [x.transpose(*dims).contiguous().transpose(*dims) for x in (dout, q, k, v, out)]
         assert not views[0].is_contiguous()
-        out_view, lse_view = kernel.forward(views[1], views[2], views[3], segments, 0.3)
+        out_view, lse_view = kernel.forward(views[1], views[2], views[3], mask, 0.3)
         assert torch.allclose(out_view, out, rtol=0, atol=1e-13)
         assert torch.allclose(lse_view, lse, rtol=0, atol=1e-13)
         lse_view = lse.T.contiguous().T
-        grads = kernel.backward(views[0], views[1], views[2], views[3], views[4], lse_view, segments, 0.3)
+        grads = kernel.backward(views[0], views[1], views[2], views[3], views[4], lse_view, mask, 0.3)
         for grad, wanted in zip(grads, expected, strict=True):
             assert torch.allclose(grad, wanted, rtol=0, atol=1e-13), dims
     one = torch.ones(1, 1, 1, dtype=torch.float64).expand(q.shape)
     for grad, wanted in zip(
-        kernel.backward(one, q, k, v, out, lse, segments, 0.3),
-        kernel.backward(one.contiguous(), q, k, v, out, lse, segments, 0.3),
+        kernel.backward(one, q, k, v, out, lse, mask, 0.3),
+        kernel.backward(one.contiguous(), q, k, v, out, lse, mask, 0.3),
         strict=True,
     ):
         assert torch.allclose(grad, wanted, rtol=0, atol=1e-13)
@@ -150,15 +134,13 @@ def test_any_strides_will_do(kernel: Kernel) -> None:
 def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
     """E3: a query sees itself and the window - 1 keys before it."""
     kernel = KERNELS[name].adapted(window, None)
-    if isinstance(kernel, MathKernel):
-        kernel.block = getattr(KERNELS[name], "block", 512)
     q, k, v, dout = draw(4, 2, 8, torch.float64)
-    kv_of_query, segments = (0, 0, 1, 1), Segments.of(LENGTHS, CPU)
-    out, lse = attend(kernel, q, k, v, segments, 0.3, kv_of_query)
-    grads = attend_backward(kernel, dout, q, k, v, out, lse, segments, 0.3, kv_of_query)
+    kv_of_query, mask = (0, 0, 1, 1), Mask.causal(Segments.of(LENGTHS, CPU))
+    out, lse = attend(kernel, q, k, v, mask, 0.3, kv_of_query)
+    grads = attend_backward(kernel, dout, q, k, v, out, lse, mask, 0.3, kv_of_query)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = []
-    for s in segments.slices():
+    for s in mask.queries.slices():
         distance = torch.arange(s.stop - s.start)[:, None] - torch.arange(s.stop - s.start)
         seen = (distance >= 0) & (distance < window)
         q_s, k_s, v_s = (x[s].transpose(0, 1)[None] for x in inputs)
@@ -175,25 +157,21 @@ def test_a_soft_cap_bends_scores(name: str, window: int | None) -> None:
     """Scores far above the cap and far below; causal in a window or not, and a block without a mask."""
     kernel = KERNELS[name].adapted(window, 1.5)
     assert isinstance(kernel, MathKernel)
-    kernel.block = getattr(KERNELS[name], "block", 512)
     q, k, v, dout = draw(4, 2, 8, torch.float64)
-    kv_of_query, segments = (0, 0, 1, 1), Segments.of(LENGTHS, CPU)
+    kv_of_query, mask = (0, 0, 1, 1), Mask.causal(Segments.of(LENGTHS, CPU))
     for causal in (True, False) if window is None else (True,):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         expected = []
-        for s in segments.slices():
+        for s in mask.queries.slices():
             distance = torch.arange(s.stop - s.start)[:, None] - torch.arange(s.stop - s.start)
             hidden = (distance < 0) | (distance >= (window or 1000)) if causal else distance > 1000
             q_s, k_s, v_s = (x[s].transpose(0, 1) for x in inputs)
             k_s, v_s = (x.repeat_interleave(2, 0) for x in (k_s, v_s))
             scores = 1.5 * torch.tanh(q_s @ k_s.transpose(1, 2) * 0.9 / 1.5)
             expected.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_s).transpose(0, 1))
-        if causal:
-            out, lse = attend(kernel, q, k, v, segments, 0.9, kv_of_query)
-            grads = attend_backward(kernel, dout, q, k, v, out, lse, segments, 0.9, kv_of_query)
-        else:
-            out, lse = attend_block(kernel, q, k, v, segments, segments, 0.9, kv_of_query)
-            grads = attend_block_backward(kernel, dout, q, k, v, out, lse, segments, segments, 0.9, kv_of_query)
+        seen = mask if causal else Mask.full(mask.queries, mask.queries)
+        out, lse = attend(kernel, q, k, v, seen, 0.9, kv_of_query)
+        grads = attend_backward(kernel, dout, q, k, v, out, lse, seen, 0.9, kv_of_query)
         assert_close(out, torch.cat(expected).detach(), 1e-13)
         for grad, wanted in zip(grads, torch.autograd.grad(torch.cat(expected), inputs, dout), strict=True):
             assert_close(grad, wanted, 1e-13)
@@ -201,8 +179,7 @@ def test_a_soft_cap_bends_scores(name: str, window: int | None) -> None:
 
 def test_the_plain_kernels_memory_grows_with_a_sequence_not_with_its_square() -> None:
     """Whatever the length, a block has no more scores than one block may have."""
-    kernel = MathKernel(softcap=30.0)
-    kernel.block_elements = 40_000  # all scores of the longer one are 270,400
+    kernel = MathKernel(softcap=30.0, block_elements=40_000)  # all scores of the longer one are 270,400
     sizes: list[int] = []
 
     class Counting(torch.overrides.TorchFunctionMode):
@@ -213,12 +190,12 @@ def test_the_plain_kernels_memory_grows_with_a_sequence_not_with_its_square() ->
             return result
 
     q, k, v, dout = draw(4, 2, 8, torch.float64, tokens=300)
-    segments = Segments.of((260, 40), CPU)
+    mask = Mask.causal(Segments.of((260, 40), CPU))
     with Counting():
-        out, lse = kernel.forward(q, k, v, segments, 0.3)
-        kernel.backward(dout, q, k, v, out, lse, segments, 0.3)
+        out, lse = kernel.forward(q, k, v, mask, 0.3)
+        kernel.backward(dout, q, k, v, out, lse, mask, 0.3)
     assert 20_000 < max(sizes) <= 40_000
-    whole = MathKernel(softcap=30.0).forward(q, k, v, segments, 0.3)
+    whole = MathKernel(softcap=30.0).forward(q, k, v, mask, 0.3)
     assert torch.allclose(out, whole[0], rtol=0, atol=1e-14)
 
 
@@ -233,18 +210,18 @@ def test_blocks_of_queries_and_keys_merge_to_causal_attention(kernel: Kernel, dt
         expected, _ = plain(inputs[0], inputs[1], inputs[2], lengths, scale, kv_of_query)
         late = torch.cat([torch.arange(a + s, a + n) for a, s, n in zip((0, 9, 11), splits, lengths, strict=True)])
         early = torch.cat([torch.arange(a, a + s) for a, s in zip((0, 9, 11), splits, strict=True)])
-        own = Segments.of(tuple(n - s for n, s in zip(lengths, splits, strict=True)), CPU)
-        earlier = Segments.of(splits, CPU)
+        late_parts = Segments.of(tuple(n - s for n, s in zip(lengths, splits, strict=True)), CPU)
+        own, earlier = Mask.causal(late_parts), Mask.full(late_parts, Segments.of(splits, CPU))
         out, lse = attend(kernel, q[late], k[late], v[late], own, scale, kv_of_query)
         total = wide(out)
-        part, part_lse = attend_block(kernel, q[late], k[early], v[early], own, earlier, scale, kv_of_query)
+        part, part_lse = attend(kernel, q[late], k[early], v[early], earlier, scale, kv_of_query)
         merge_into(total, lse, slice(0, len(late)), part, part_lse)
         tolerance = TOLERANCES[dtype]
         assert_close(total, expected[late].detach(), tolerance)
         whole = total.to(dtype)
         dq, dk, dv = attend_backward(kernel, dout[late], q[late], k[late], v[late], whole, lse, own, scale, kv_of_query)
-        more_dq, early_dk, early_dv = attend_block_backward(
-            kernel, dout[late], q[late], k[early], v[early], whole, lse, own, earlier, scale, kv_of_query
+        more_dq, early_dk, early_dv = attend_backward(
+            kernel, dout[late], q[late], k[early], v[early], whole, lse, earlier, scale, kv_of_query
         )
         assert {x.dtype for x in (part, more_dq, early_dk, early_dv)} == {dtype}
         wanted = torch.autograd.grad(expected[late], inputs, dout[late].double())
@@ -257,25 +234,25 @@ def test_blocks_of_queries_and_keys_merge_to_causal_attention(kernel: Kernel, dt
 
 def test_a_member_without_heads_calls_no_kernel() -> None:
     q, k, v = (torch.randn(9, 0, 8) for _ in range(3))
-    segments = Segments.of((9,), CPU)
+    mask = Mask.causal(Segments.of((9,), CPU))
     nothing: Kernel = None  # type: ignore[assignment]
-    out, lse = attend(nothing, q, k, v, segments, 1.0, ())
+    out, lse = attend(nothing, q, k, v, mask, 1.0, ())
     assert (out.shape, lse.shape) == ((9, 0, 8), (0, 9))
-    assert [g.shape for g in attend_backward(nothing, out, q, k, v, out, lse, segments, 1.0, ())] == [(9, 0, 8)] * 3
+    assert [g.shape for g in attend_backward(nothing, out, q, k, v, out, lse, mask, 1.0, ())] == [(9, 0, 8)] * 3
 
 
 def test_heads_dealt_to_members_give_what_all_heads_give() -> None:
     """Every member works with its own heads; gradients of shared key/value heads add up."""
     for heads, kv_heads, degree in ((6, 3, 4), (5, 1, 3), (2, 1, 4), (12, 4, 3), (12, 4, 5), (7, 7, 3)):
         q, k, v, dout = draw(heads, kv_heads, 8, torch.float64)
-        segments = Segments.of(LENGTHS, CPU)
+        mask = Mask.causal(Segments.of(LENGTHS, CPU))
         all_of = tuple(head * kv_heads // heads for head in range(heads))
-        out, lse = attend(CpuFlash(), q, k, v, segments, 0.3, all_of)
-        expected = attend_backward(CpuFlash(), dout, q, k, v, out, lse, segments, 0.3, all_of)
+        out, lse = attend(CpuFlash(), q, k, v, mask, 0.3, all_of)
+        expected = attend_backward(CpuFlash(), dout, q, k, v, out, lse, mask, 0.3, all_of)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for share in head_shares(heads, kv_heads, degree):
             mine, kv = slice(share.query.start, share.query.stop), slice(share.kv.start, share.kv.stop)
-            part, part_lse = attend(CpuFlash(), q[:, mine], k[:, kv], v[:, kv], segments, 0.3, share.kv_of_query)
+            part, part_lse = attend(CpuFlash(), q[:, mine], k[:, kv], v[:, kv], mask, 0.3, share.kv_of_query)
             assert torch.allclose(part, out[:, mine], rtol=0, atol=1e-14)
             grads = attend_backward(
                 CpuFlash(),
@@ -285,7 +262,7 @@ def test_heads_dealt_to_members_give_what_all_heads_give() -> None:
                 v[:, kv],
                 part,
                 part_lse,
-                segments,
+                mask,
                 0.3,
                 share.kv_of_query,
             )
@@ -300,16 +277,6 @@ def test_segments_know_where_sequences_lie() -> None:
     assert segments.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert segments.cu_seqlens.dtype == torch.int32
     assert segments.slices() == [slice(0, 3), slice(3, 4), slice(4, 6)]
-
-
-def test_the_kernel_follows_from_device_dtype_and_head_size() -> None:
-    gpu = torch.device("cuda")
-    assert isinstance(choose_kernel(CPU, torch.float32, 5), CpuFlash)
-    assert isinstance(choose_kernel(gpu, torch.bfloat16, 128), CudaFlash)
-    for dtype, size in ((torch.float32, 128), (torch.float64, 64), (torch.bfloat16, 36), (torch.bfloat16, 264)):
-        assert isinstance(choose_kernel(gpu, dtype, size), MathKernel)
-        assert isinstance(choose_kernel(gpu, dtype, size, softcap=True), MathKernel)
-    assert isinstance(choose_kernel(CPU, torch.float32, 64, softcap=True), MathKernel)
 
 
 def test_pytorchs_gpu_operators_still_take_what_we_give_them() -> None:

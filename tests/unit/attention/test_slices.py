@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nestsp.attention import ulysses
 from nestsp.attention.hybrid import backward_phases, forward_phases
-from nestsp.attention.local import CpuFlash, Segments
+from nestsp.attention.kernels import CpuFlash
+from nestsp.attention.local import Kernel, Segments
 from nestsp.attention.work import GroupWork, Kept
 from nestsp.cluster import share_sizes
 from nestsp.plan import Keep
@@ -46,6 +47,26 @@ class Mail:
         return Arriving()
 
 
+class Noting:
+    """Notes how many messages its member had sent when it ran."""
+
+    name = "noting"
+
+    def __init__(self, mail: Mail, noted: list[int]) -> None:
+        self.mail, self.noted = mail, noted
+
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        raise NotImplementedError
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        self.noted.append(len(self.mail.sent))
+        return CpuFlash().forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.noted.append(len(self.mail.sent))
+        return CpuFlash().backward(*args)
+
+
 def together(generators: Sequence[Generator[Any, None, Any]]) -> tuple[list[Any], int]:
     """Advance all members to each exchange; what they return, and the number of exchanges."""
     results: dict[int, Any] = {}
@@ -68,6 +89,8 @@ def attention(
     sinks: Tensor | None,
     *,
     recomputed: bool = False,
+    overlaps: bool = True,
+    noted: list[int] | None = None,
 ) -> tuple[list[Tensor], tuple[int, int]]:
     """out, dq, dk, dv and the sinks' gradient of a group; and its exchanges, forward and backward."""
     q, k, v, dout = inputs
@@ -82,14 +105,17 @@ def attention(
         slices = head_slices(heads, num_slices) if num_slices > 1 else ()
         rows.append(slice(stop - sizes[member], stop))
         segments = Segments.of(LENGTHS, CPU)
-        works.append(GroupWork(0, link, member, sizes, rows[-1], segments, heads, keep, None, slices))
+        works.append(GroupWork(0, link, member, sizes, rows[-1], segments, heads, keep, None, slices, overlaps))
+    kernels: list[Kernel] = [CpuFlash()] * degree
+    if noted is not None:
+        kernels[0] = Noting(mails[0], noted)
     with patch.object(ulysses, "start_exchange", lambda link, *args: link.start_exchange(*args)):
         kept: Sequence[Kept | None] = [None] * degree
         for _ in range(1 + recomputed):
             done, forward = together(
                 [
-                    forward_phases(w, CpuFlash(), 0.3, q[r], k[r], v[r], had, sinks)
-                    for w, r, had in zip(works, rows, kept, strict=True)
+                    forward_phases(w, one, 0.3, q[r], k[r], v[r], had, sinks)
+                    for w, one, r, had in zip(works, kernels, rows, kept, strict=True)
                 ]
             )
             if keep == "output":
@@ -98,8 +124,8 @@ def attention(
             mail.sent.clear()
         grads, backward = together(
             [
-                backward_phases(w, CpuFlash(), 0.3, num_kv_heads, saved, dout[r], sinks)
-                for w, r, (_, saved) in zip(works, rows, done, strict=True)
+                backward_phases(w, one, 0.3, num_kv_heads, saved, dout[r], sinks)
+                for w, one, r, (_, saved) in zip(works, kernels, rows, done, strict=True)
             ]
         )
     results = [
@@ -135,6 +161,16 @@ def test_slices_give_the_attention_of_one_piece_and_of_one_rank(
             for found, other, wanted in zip(sliced, one_piece, whole, strict=True):
                 assert torch.allclose(found, wanted, rtol=0, atol=1e-13)
                 assert torch.allclose(other, wanted, rtol=0, atol=1e-13)
+
+
+def test_slices_that_do_not_overlap_are_attended_to_before_the_next_is_asked_for() -> None:
+    inputs, streamed, in_turn = draw(12, 4), list[int](), list[int]()
+    overlapped, _ = attention(2, 3, "none", inputs, None, noted=streamed)
+    found, exchanges = attention(2, 3, "none", inputs, None, overlaps=False, noted=in_turn)
+    assert all(map(torch.equal, found, overlapped))
+    assert exchanges == (5, 5)
+    assert streamed == [2, 3, 4] * 2
+    assert in_turn == [1, 2, 3] * 2
 
 
 def test_a_recompute_of_kept_slices_exchanges_nothing() -> None:

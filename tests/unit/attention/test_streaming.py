@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestsp.attention.local import CpuFlash, Segments, attend
+from nestsp.attention.kernels import CpuFlash
+from nestsp.attention.local import Kernel, Mask, Segments, attend
 from nestsp.attention.streaming import AttentionContext, attend_groups
 from nestsp.attention.work import GroupWork
 from nestsp.plan import Keep
@@ -169,16 +170,23 @@ def test_backward_may_run_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-class FailingOnce(CpuFlash):
+class FailingOnce:
+    name = "failing once"
+
     def __init__(self, failing_call: int) -> None:
-        super().__init__()
         self.left = failing_call
+
+    def adapted(self, window: int | None, softcap: float | None) -> Kernel:
+        raise NotImplementedError
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         self.left -= 1
         if self.left == 0:
             raise RuntimeError("the kernel failed")
-        return super().forward(*args)
+        return CpuFlash().forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return CpuFlash().backward(*args)
 
 
 def test_after_an_error_in_a_kernel_the_next_call_is_right() -> None:
@@ -226,5 +234,5 @@ def test_a_group_with_more_exchanges_than_its_schedule_is_an_error() -> None:
 
 def test_the_reference_of_these_tests_is_the_kernel_alone() -> None:
     q, k, v = (x.detach() for x in draw(6))
-    out, _ = attend(CpuFlash(), q, k, v, Segments.of((4, 2), CPU), 0.3, (0, 0, 1, 1))
+    out, _ = attend(CpuFlash(), q, k, v, Mask.causal(Segments.of((4, 2), CPU)), 0.3, (0, 0, 1, 1))
     assert torch.allclose(out, expected((q, k, v), (4, 2)), rtol=0, atol=1e-14)

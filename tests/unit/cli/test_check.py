@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,19 @@ def test_a_config_is_read_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("model gpt_neox: 3 layers, hidden 64, 4 query / 4 key-value heads of 16;")
     assert lines[-1] == "causal attention, packed right right right right"
+
+
+def test_a_folder_without_a_config_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys; from nestsp.cli.main import app\n"
+        "try: app(['check', sys.argv[1]], standalone_mode=False)\n"
+        "except Exception as error: print(type(error).__name__, error, 'torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert said.stdout == (
+        f"ConfigError the model is the folder {tmp_path}, but it has no config.json; give a Hugging Face model's "
+        "False\n"
+    )
 
 
 @pytest.mark.parametrize(

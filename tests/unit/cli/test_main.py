@@ -27,6 +27,7 @@ def test_help_names_every_command_and_every_option() -> None:
     overview = shown("--help")
     for command in ("train", "verify", "export", "config"):
         assert f"\n  {command} " in overview
+    assert "..." not in overview.partition("Commands:")[2]
     train = shown("train", "--help")
     for words in ("--set KEY=VALUE", "--resume auto|PATH", "torchrun --nproc-per-node 4 -m nestsp train CONFIG\n"):
         assert words in train

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from nestsp.cli.main import main
-from nestsp.cli.plan import PLANNER_NAMES
+from nestsp.cli.options import PLANNER_NAMES
 from nestsp.data.lengths import LENGTH_TABLES
 from nestsp.plan import Plan
 from nestsp.planners import PLANNERS
@@ -110,14 +111,59 @@ def test_a_limit_drops_and_counts_what_is_longer(
     assert "warning: dropped 1 empty sequence\nwarning: dropped 2 sequences over 8,500 tokens\n" in said
 
 
-def test_truncating_keeps_the_sequences_and_says_how_many_were_cut(
-    lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("policy", "batch", "warning"),
+    [
+        ("truncate", "44 sequences, 68,000 tokens", "truncated 2 sequences over 8,500 tokens"),
+        (
+            "split",
+            f"52 sequences, {sum(LENGTHS):,} tokens",
+            "10 sequences of the batch are pieces of ones over 8,500 tokens",
+        ),
+    ],
+)
+def test_what_is_over_a_limit_is_cut_as_asked_and_counted(
+    lengths: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+    batch: str,
+    warning: str,
 ) -> None:
-    options = ("--planner", "nsp", "--max-length", 8_500, "--over-length", "truncate")
-    assert plan(monkeypatch, lengths, *options) == 0
+    assert plan(monkeypatch, lengths, "--planner", "nsp", "--max-length", 8_500, "--over-length", policy) == 0
     said = capsys.readouterr().out
-    assert "\n44 sequences, 68,000 tokens, longest 8,500;" in said
-    assert "warning: truncated 2 sequences over 8,500 tokens\n" in said
+    assert f"\n{batch}, longest 8,500;" in said
+    assert f"warning: {warning}\n" in said
+
+
+def test_the_solver_writes_nothing_so_json_stays_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("8000\n3000\n1000\n1000\n")
+    command = ("plan", "a.jsonl", "--cluster", "1x2:h100", "--model", "qwen3-0.6b", "--planner", "flexsp", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "nestsp", *command], cwd=tmp_path, capture_output=True, timeout=120, check=True
+    )
+    (row,) = json.loads(done.stdout)["planners"]
+    assert row["planner"] == "flexsp"
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("option", ["--memory", "--network"])
+@pytest.mark.parametrize("value", [0, "nan"])
+def test_what_help_says_of_a_least_value_is_what_holds(
+    option: str, value: object, lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, lengths, option, value) == 2
+    assert f"Invalid value for '{option}': " in capsys.readouterr().err
+    assert command(monkeypatch, "plan", "--help") == 0
+    assert capsys.readouterr().out.count("x>=0.001") == 2
+
+
+def test_a_batch_that_no_table_can_fill_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nestsp.data.lengths._MOST_SEQUENCES", 1 << 15)
+    said = refusal(monkeypatch, capsys, "wikipedia", ["--max-tokens", 10**15])
+    assert "1 times 1,000,000,000,000,000 tokens are asked for, but those are more than 32,768 sequences" in said
 
 
 def test_a_full_batch_says_what_is_left_for_later(
@@ -156,16 +202,17 @@ def test_the_model_may_be_a_config_json(
         (["--cluster", "2x4"], "must name its hardware, such as 8x8:h100"),
         (["--cluster", "2by4:h100"], "must be hosts x ranks of each"),
         (["--cluster", "x:h100"], "must be hosts x ranks of each"),
-        (["--cluster", "0x4:h100"], "must be at least 1"),
+        (["--cluster", "0x4:h100"], "the cluster is 0x4, but hosts and ranks of each must be at least 1"),
+        (["--cluster", "999999999x9:h100"], "8,999,999,991 ranks, but at most 1,048,576 are planned for"),
         (["--cluster", "2x4:h10"], "did you mean 'h100'?"),
         (["--model", "qwen3-9b"], "did you mean 'qwen3-8b'?"),
         (["--planner", "nps"], "did you mean 'nsp'?"),
         (["--planner", "nsp,bsp"], "did you mean 'basp'?"),
+        (["--planner", "all,"], "--planner is '', but the planners are all, batch-adaptive,"),
         (["--network", "inf"], "--network is inf, but it must be a number above 0"),
         (["--memory", "1"], "InfeasibleError: the model needs"),
         (["--memory", "27"], "InfeasibleError: sequence 0 (60,000 tokens) needs"),
         (["--max-length", "9000", "--over-length", "error"], "sequence 0 has 60,000 tokens, but the limit is 9,000"),
-        (["--over-length", "split"], "the policies are drop, truncate, error; splitting makes several samples of one"),
         (["--over-length", "trunc"], "did you mean 'truncate'?"),
         (["--max-length", "500"], "none of 45 sequences is left: 1 are empty and 44 are longer than 500 tokens"),
         (["--trace", "no/such/folder/trace.json"], "there is no folder"),

@@ -181,6 +181,7 @@ def test_a_chart_without_matplotlib_says_what_to_install_before_anything_is_plan
         (["--json", "--markdown"], "both given, but one thing is printed"),
         (["--scale", "1,two"], "--scale is '1,two', but it must be numbers of hosts"),
         (["--scale", "0"], "must be numbers of hosts"),
+        (["--scale", "8,999999999"], "3,999,999,996 ranks, but at most 1,048,576 are planned for"),
         (["--chart", "a.gif"], "a chart is one of .png, .svg, .pdf"),
         (["--chart", "no/such/a.png"], "there is no folder"),
         (["--planner", "nps"], "did you mean 'nsp'?"),
@@ -191,5 +192,7 @@ def test_a_bad_option_is_one_clear_sentence(
     options: list[str], rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(monkeypatch, "github", *options) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
     assert rule in line
+    assert said.out == "" or "InfeasibleError" in rule

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestsp.data.lengths import LENGTH_TABLES, draw_batch, draw_batches, open_lengths, read_lengths
+from nestsp.config import DataConfig
+from nestsp.data.lengths import LENGTH_TABLES, Lengths, draw_batch, draw_batches, open_lengths, read_lengths
+from nestsp.data.samples import open_samples
 from nestsp.errors import DataError
 
 TABLE_ERROR = 0.05  # of a quantile: interpolation and 200,000 draws
@@ -114,6 +116,34 @@ def test_what_is_over_the_limit_is_dropped_truncated_or_refused_and_counted() ->
     with pytest.raises(DataError, match="sequence 1 has 5,000 tokens, but the limit is 4,096"):
         draw_batch(lengths, max_tokens=None, max_length=4096, over_length="error")
     assert draw_batch(lengths, max_tokens=4000, max_length=4096, over_length="truncate").num_too_long == 0
+
+
+def test_a_split_file_has_the_samples_that_training_on_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (10, 0, 5000, 8192, 3, 4096)))
+    config = DataConfig(
+        source=str(path), cache_dir=str(tmp_path), max_length=4096, over_length="split", tokens_per_step=1
+    )
+    lengths = open_lengths(str(path), num_samples=0, seed=0).split(4096)
+    drawn = draw_batch(lengths.values, max_tokens=None, max_length=4096, over_length="split", cut=lengths.cut)
+    assert list(drawn.batch.lengths) == open_samples(config).lengths.tolist() == [10, 4096, 904, 4096, 4096, 3, 4096]
+    assert (drawn.num_empty, drawn.num_too_long) == (1, 4)
+
+
+def test_batches_of_split_sequences_hold_every_token_once(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(50))
+    path = str(tmp_path / "a.npy")
+    drawn, lengths = draw_batches(path, 99, max_tokens=60, max_length=20, over_length="split", seed=0)
+    ids = [i for each in drawn for i in each.batch.ids]
+    assert sorted(ids) == np.flatnonzero(lengths.values).tolist()
+    assert sum(each.batch.num_tokens for each in drawn) == sum(range(50))
+    assert max(max(each.batch.lengths) for each in drawn) == 20
+    assert sum(each.num_too_long for each in drawn) == 2 * 20 + 3 * 9
+
+
+def test_a_split_into_too_many_is_refused() -> None:
+    with pytest.raises(DataError, match="splitting there makes 1,099,511,627,776 sequences of 1, and at most"):
+        Lengths(np.array([2**40]), ()).split(1)
 
 
 def test_a_batch_of_nothing_is_refused() -> None:

@@ -190,7 +190,7 @@ def test_the_banner_says_what_an_epoch_takes_of_each_source(tmp_path: Path) -> N
     table = open_samples(_config(tmp_path, (_texts(tmp_path, "a", 9), 1.0), (chat, 3.0)))
     first, second = table.describe_sources()
     assert first.endswith(
-        "a.jsonl: text (text), tokens by bytes; an epoch takes 9 samples (1 × its 9), about 50% of all tokens"
+        "a.jsonl: text, tokens by bytes; an epoch takes 9 samples (1 × its 9), about 50% of all tokens"
     )
     assert second.endswith(
         "tokens.jsonl: tokens (input_ids, labels), tokens as they came; columns not read: id; an epoch takes 6 "

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
 from nestsp.comm.groups import Link
@@ -76,7 +76,7 @@ def test_a_ring_is_refused_where_layers_have_windows() -> None:
     windowed = replace(make_executor(tree), shape=replace(SHAPE, window=16))
     windowed.check(plan_for(tree))
     with pytest.raises(
-        PlanError, match="microbatch 0, ranks 0-3 has ring degree 2, but the model has layers with a sl"
+        PlanError, match="microbatch 1, ranks 0-3 has ring degree 2, but the model has layers with a sl"
     ):
         windowed.check(with_ring(plan_for(tree), 2))
 
@@ -87,7 +87,7 @@ def test_any_number_of_the_models_layers_may_be_kept_and_no_more() -> None:
     (microbatch,) = plan.microbatches
     for number in range(SHAPE.num_layers + 1):
         make_executor(tree).check(replace(plan, microbatches=(replace(microbatch, num_kept_layers=number),)))
-    with pytest.raises(PlanError, match="microbatch 0 keeps 3 layers, but the model has 2; plan for this model"):
+    with pytest.raises(PlanError, match="microbatch 1 keeps 3 layers, but the model has 2; plan for this model"):
         make_executor(tree).check(replace(plan, microbatches=(replace(microbatch, num_kept_layers=3),)))
 
 
@@ -98,5 +98,5 @@ def test_what_a_run_does_not_want_kept_is_refused() -> None:
     kept = replace(plan_for(tree), microbatches=(replace(microbatch, num_kept_layers=1),))
     executor_capabilities(SHAPE).check(kept)
     for recompute, number in ((True, 0), (False, 2)):
-        with pytest.raises(PlanError, match=f"microbatch 0 keeps 1 layers, but this run keeps {number}; plan with"):
+        with pytest.raises(PlanError, match=f"microbatch 1 keeps 1 layer, but this run keeps {number}; plan with"):
             executor_capabilities(SHAPE, recompute=recompute).check(kept)

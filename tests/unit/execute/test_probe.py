@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from nestsp.attention import hybrid
-from nestsp.attention.local import CpuFlash, MathKernel
+from nestsp.attention.kernels import CpuFlash, MathKernel
 from nestsp.errors import ModelError
 from nestsp.execute import probe
 from nestsp.execute.executor import Executor
@@ -24,6 +24,13 @@ from nestsp.model.adapter import model_config
 
 LLAMA, MISTRAL = KNOWN_MODELS["llama-3.1-8b"], {"model_type": "mistral"}
 GEMMA2, GPT_OSS = KNOWN_MODELS["gemma-2-9b"], KNOWN_MODELS["gpt-oss-20b"]
+
+
+LLAMA_SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPTJ = {
+    "model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
 
 
 def no_window(self: CpuFlash, window: int | None, softcap: float | None) -> Any:
@@ -129,7 +136,7 @@ def test_a_model_that_cannot_be_made_small_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_the_line_before_training_tells_what_was_compared() -> None:
     line = probe_line(model_config(LLAMA))
-    assert line.startswith("probe    2 layers of the model made small, local and hybrid: logits, loss and gradients ")
+    assert line.startswith("2 layers of the model made small, local and hybrid: logits, loss and gradients ")
     assert "local and ulysses" in probe_line(model_config(MISTRAL))
 
 
@@ -151,3 +158,12 @@ def test_in_float64_throughout_nobody_gets_float32() -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * x)
     assert x.float().dtype == torch.float32  # and outside, as ever
+
+
+@pytest.mark.parametrize("keys", [LLAMA_SMALL, GPTJ], ids=["before the layers", "inside attention"])
+def test_C15_rotary_phases_are_of_the_ranks_own_positions_wherever_the_model_computes_them(
+    keys: dict[str, Any],
+) -> None:
+    """Packed sequences in groups of every kind against each sequence alone."""
+    found = probe_model(model_config(keys))
+    assert list(found.errors) == ["local", "ulysses", "ring", "hybrid"]

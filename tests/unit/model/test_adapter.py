@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.attention.streaming import AttentionContext
 from nestsp.errors import ConfigError, ModelError
 from nestsp.model.adapter import build_model, decoder_layers, model_config, nestsp_attention

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestsp.attention.local import CpuFlash
+from nestsp.attention.kernels import CpuFlash
 from nestsp.attention.streaming import AttentionContext
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree

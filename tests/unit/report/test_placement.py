@@ -8,6 +8,20 @@ from nestsp.report.placement import degree_table, placement_tree
 TREE = GroupTree((2, 2, 2))
 
 
+def test_one_of_a_thing_is_no_plural() -> None:
+    batch = SequenceBatch.of_lengths([1, 1, 1, 1, 1, 2])
+    group = TREE.group
+    plan = Plan.of_groups(
+        TREE, batch, [{group(3, 0): [0], group(3, 1): [1]}, {group(3, 0): [2, 3], group(3, 1): [4, 5]}], "test"
+    )
+    assert [line.strip() for line in placement_tree(plan).splitlines()] == [
+        "microbatch 1 of 2",
+        "ranks 0-1, each alone: 1 sequence of 1 token each",
+        "microbatch 2 of 2",
+        "ranks 0-1, each alone: 2 sequences, 2-3 tokens each, longest 1-2",
+    ]
+
+
 def test_groups_stand_below_the_nearest_one_around_them_and_like_neighbours_share_a_line() -> None:
     batch = SequenceBatch.of_lengths([9000, 400, 300, 50, 60, 70, 80, 90])
     group = TREE.group

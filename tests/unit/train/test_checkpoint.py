@@ -12,17 +12,16 @@ from transformers import LlamaConfig
 
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError
-from nestsp.train.checkpoint import (
+from nestsp.train.checkpoint import remove_old_checkpoints
+from nestsp.train.folders import prepare_folder, publish_folder
+from nestsp.train.manifest import (
     Manifest,
     Progress,
     RunIdentity,
-    _manifest_json,
     find_checkpoint,
+    manifest_json,
     model_digest,
-    prepare_folder,
-    publish_folder,
     read_manifest,
-    remove_old_checkpoints,
     validate_checkpoint,
 )
 
@@ -34,7 +33,7 @@ def make_checkpoint(path: Path, step: int, identity: RunIdentity = IDENTITY) -> 
     content = b"weights"
     (path / "__0_0.distcp").write_bytes(content)
     manifest = Manifest(step, 1, identity, (("__0_0.distcp", len(content), zlib.crc32(content)),))
-    (path / "manifest.json").write_text(json.dumps(_manifest_json(manifest)))
+    (path / "manifest.json").write_text(json.dumps(manifest_json(manifest)))
     return path
 
 
@@ -71,7 +70,7 @@ def test_one_whose_replacement_was_cut_short_is_found_and_put_back_by_the_next_s
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ("nowhere", "there is no such folder"),
+        ("nowhere", "nowhere, but there is no such folder"),
         ("empty", "it holds no whole checkpoint"),
         ("empty/file", "it holds no whole checkpoint"),
         ("step-000001", "has no manifest.json, so it is no whole checkpoint"),
@@ -136,7 +135,7 @@ def test_a_manifest_of_another_shape_is_refused(tmp_path: Path, text: str) -> No
 def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "step-000003", 3)
     manifest = Manifest(3, 1, IDENTITY, (("../outside", 1, 1),))
-    (path / "manifest.json").write_text(json.dumps(_manifest_json(manifest)))
+    (path / "manifest.json").write_text(json.dumps(manifest_json(manifest)))
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(path)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
@@ -25,6 +26,13 @@ def test_a_line_has_every_figure_of_the_step() -> None:
     assert "  2.00 s (estimated 1.50 s)  " in replace(RECORD, estimated_s=1.5).line(60)
     assert "  4,000 tokens/s  MFU 40.4%  2.00 s  " in replace(RECORD, mfu=0.404).line(60)
     assert "  1.4 tokens/s  " in replace(RECORD, tokens_per_s=1.4).line(60)
+
+
+def test_the_docs_say_what_every_figure_of_a_step_is_and_name_no_other() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = text[text.index("| figure | meaning |") :].partition("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+)`", table))
+    assert named == {field.name for field in fields(StepMetrics)}
 
 
 def test_trackers_get_every_figure_that_there_is() -> None:

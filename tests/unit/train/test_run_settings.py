@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from nestsp.config import RunConfig, parse_config, to_yaml
 from nestsp.errors import ConfigError
-from nestsp.train.checkpoint import CHECKPOINTS
+from nestsp.train.manifest import CHECKPOINTS
 from nestsp.train.run_folder import _changed, open_run_folder
 
 TEXT = """
