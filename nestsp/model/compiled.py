@@ -4,15 +4,11 @@ Each block is compiled on its own, with its number of tokens left open, so that 
 Attention itself stays outside: its exchanges follow the Schedule, which no compiler may reorder; a compiled attention
 block is two pieces around it. Outside stay, too, FSDP's hooks and recomputation, which see a block as one call; blocks
 of experts, whose routers are watched in Python and whose sizes differ from expert to expert; embedding, head and loss.
-
-Measured (Qwen3, 3 layers of 256, 530 to 720 tokens, one CPU thread, inductor; eager / compiled processor time of a
-step): 1.06. Compiling whole layers around attention was as fast (1.08), and only where gradients are made, since that
-is where Transformers has a seam around a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,15 +20,41 @@ from nestsp.model.adapter import decoder_layers
 
 __all__ = ["check_compiler", "install_compiler"]
 
-# Variants of one block's code that may be compiled before it is run uncompiled: kinds of layers × with and without
-# gradients × one token or several × inputs with and without gradients.
-_MOST_VARIANTS = 64
+# Variants of one class's code that may be compiled: with and without gradients, of frozen and trained layers, with and
+# without windows. What comes after them runs uncompiled, which is slower and no less right.
+_MOST_VARIANTS = 32
 
 Backend = str | Callable[..., Any]
 
 
+class _Compiled:
+    """A block's forward by compiled code, which all blocks of its class share."""
+
+    def __init__(self, block: nn.Module, code: Callable[..., Any]) -> None:
+        self.block, self.code = block, code
+        self.forward: Callable[..., Any] = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in _flat((*args, *kwargs.values())) if isinstance(x, Tensor) and x.ndim > 1]
+        num_tokens = tensors[0].shape[1] if tensors else 0  # [1, T, ...]: hidden states, positions, angles
+        if num_tokens < 2:  # a filler token, for which the compiler would make code of its own
+            return self.forward(*args, **kwargs)
+        for tensor in tensors:
+            if tensor.shape[1] == num_tokens:
+                torch._dynamo.mark_dynamic(tensor, 1)
+        return self.code(self.block, *args, **kwargs)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
 def install_compiler(model: nn.Module, backend: Backend = "inductor") -> int:
-    """Let the blocks of a model's decoder layers be compiled, each when it first runs.
+    """Let the blocks of a model's decoder layers be compiled, each class of them when it first runs.
 
     Args:
         model: Before it is sharded, and before `nestsp.model.mini_sequence` slices its blocks.
@@ -42,10 +64,14 @@ def install_compiler(model: nn.Module, backend: Backend = "inductor") -> int:
         The number of blocks.
     """
     blocks = [block for layer in decoder_layers(model) for block in layer.children() if _is_compiled(block)]
-    for block in blocks:
-        block.__dict__["forward"] = torch.compile(
-            block.forward, backend=backend, dynamic=True, recompile_limit=_MOST_VARIANTS
+    codes = {
+        forward: torch.compile(  # type: ignore[call-overload]
+            forward, backend=backend, recompile_limit=_MOST_VARIANTS, isolate_recompiles=True
         )
+        for forward in {type(block).forward for block in blocks}
+    }
+    for block in blocks:
+        block.__dict__["forward"] = _Compiled(block, codes[type(block).forward])
     return len(blocks)
 
 
