@@ -40,7 +40,7 @@ def run_banner(
     checkpoint: Path | None,
     start: Progress,
     changes: tuple[str, ...],
-    probe: str,
+    probe: list[str],
 ) -> str:
     """Lines for people."""
     config = prepared.config
@@ -53,7 +53,7 @@ def run_banner(
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
-        ("probe", [probe]),
+        ("probe", probe),
         (
             "ranks",
             [

@@ -20,7 +20,7 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
-from nestsp.model.compiled import check_compiler, install_compiler
+from nestsp.model.compiled import install_compiler
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
@@ -68,8 +68,6 @@ def build_executor(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     path, options = prepared.config.model.path, dict(model_options or {})
     sources: Mapping[str, Source] | None = None
-    if train.compile:
-        world.together(lambda: check_compiler(world.device))
     if path is None:
         model = _random_model(prepared, world, wide, options)
     else:

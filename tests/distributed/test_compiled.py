@@ -115,7 +115,7 @@ def check(outcomes: Sequence[Outcome], tolerance: float = TOLERANCE) -> None:
 def run_and_count(
     rank: int, num_ranks: int, case: Case, lengths: Sequence[int]
 ) -> tuple[list[Outcome], list[int], float]:
-    """Gradients of a nested plan, recomputed and kept; graphs compiled after each further length; error of `measure`."""
+    """Gradients of a nested plan, recomputed and kept; graphs after each further length; error of `measure`."""
     executor = make_executor(case, rank, links=make_tree_links(case.made, rank))
     counters.clear()
     outcomes = compare(rank, case, [case.made, replace(case, recompute=False).made], executor)
