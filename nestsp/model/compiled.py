@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from nestsp.errors import ModelError
 from nestsp.model.adapter import decoder_layers
 
-__all__ = ["check_compiler", "install_compiler"]
+__all__ = ["Compiled", "check_compiler", "install_compiler"]
 
 # Variants of one class's code that may be compiled: with and without gradients, of frozen and trained layers, with and
 # without windows. What comes after them runs uncompiled, which is slower and no less right.
@@ -27,7 +27,7 @@ _MOST_VARIANTS = 32
 Backend = str | Callable[..., Any]
 
 
-class _Compiled:
+class Compiled:
     """A block's forward by compiled code, which all blocks of its class share."""
 
     def __init__(self, block: nn.Module, code: Callable[..., Any]) -> None:
@@ -71,7 +71,7 @@ def install_compiler(model: nn.Module, backend: Backend = "inductor") -> int:
         for forward in {type(block).forward for block in blocks}
     }
     for block in blocks:
-        block.__dict__["forward"] = _Compiled(block, codes[type(block).forward])
+        block.__dict__["forward"] = Compiled(block, codes[type(block).forward])
     return len(blocks)
 
 
