@@ -11,13 +11,14 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from torch.fx.node import map_aggregate
@@ -25,12 +26,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
+from nestsp.config import LoraConfig
 from nestsp.execute.executor import Executor
 from nestsp.execute.float64 import all_float64
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
 from nestsp.model.compiled import Compiled, check_compiler, install_compiler
 from nestsp.model.derive import reference_attention
 from nestsp.plan import Plan
+from nestsp.train.generate import generating
 from tests.distributed import equivalence
 from tests.distributed.equivalence import (
     GEMMA3,
@@ -48,6 +51,7 @@ from tests.distributed.equivalence import (
 )
 from tests.distributed.pool import RankPool
 from tests.distributed.test_equivalence import nested_plan
+from tests.distributed.test_evaluate import generated
 
 PAIR = GroupTree((2,))
 
@@ -145,52 +149,106 @@ def check(outcomes: Sequence[Verification], tolerance: float = TOLERANCE) -> Non
         assert outcome.worst <= tolerance, outcome
 
 
-def run_and_count(
-    rank: int, num_ranks: int, case: Case, lengths: Sequence[int]
-) -> tuple[list[Verification], list[int], float]:
-    """Gradients of a nested plan, recomputed and kept; graphs after each further length; error of `measure`."""
+@dataclass(frozen=True)
+class Counted:
+    """What one rank saw.
+
+    Attributes:
+        outcomes: Of a nested plan with layers recomputed, and with layers kept; on rank 0.
+        graphs: Compiled so far, after each further length.
+        kept_bytes: For one microbatch's backward pass, all layers kept; compiled, and uncompiled.
+    """
+
+    outcomes: list[Verification]
+    graphs: list[int]
+    kept_bytes: tuple[int, int]
+
+
+def run_and_count(rank: int, num_ranks: int, case: Case, lengths: Sequence[int]) -> Counted:
     executor = make_compiled(case, rank, make_tree_links(case.made, rank))
     outcomes = compare(executor, case, [case.made, replace(case, recompute=False).made])
     graphs = []
     for length in lengths:
         gradients(executor, whole(length))
         graphs.append(counters["stats"]["unique_graphs"])
-    plan = case.made
     uncompiled = make_executor(replace(case, compiler=None), rank, links=executor.links)
-    with all_float64(), without_the_compilers_warnings():
-        found = executor.measure(load(executor, plan, make_tokens(plan)))
-        expected = uncompiled.measure(load(uncompiled, plan, make_tokens(plan)))
-    graphs.append(counters["stats"]["unique_graphs"])
-    error = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    return outcomes, graphs, error
+    return Counted(outcomes, graphs, (kept_bytes(executor), kept_bytes(uncompiled)))
+
+
+def kept_bytes(executor: Executor) -> int:
+    """Bytes of all tensors that have a row for each token."""
+    plan = replace(Case(LLAMA, whole(64).to_json()), recompute=False).made
+    (microbatch,) = load(executor, plan, make_tokens(plan)).microbatches
+    num_tokens = microbatch.tokens.num_tokens
+    assert num_tokens in (37, 32), "no other size of the model"
+    found = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if num_tokens in tensor.shape:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with without_the_compilers_warnings():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            nll = executor.root(microbatch.tokens, microbatch.attention)
+        nll.sum().backward()
+    executor.root.zero_grad()
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
 # Norm, before attention, after attention, feed-forward block; what is after attention twice: its second length tells
 # the compiler that lengths differ.
 TRAINING_GRAPHS = 5
-# The four without gradients.
-EVALUATION_GRAPHS = 4
 
 
-def test_G28_compiled_blocks_have_all_gradients_of_uncompiled_ones_and_twenty_lengths_compile_nothing_new(
+def test_G28_compiled_blocks_have_the_gradients_of_one_process_twenty_lengths_compile_nothing_new_and_no_more_is_kept(
     pool: RankPool,
 ) -> None:
     """Recomputed layers, of which attention's output is kept, and kept ones; filler tokens; then 20 other lengths."""
-    case = Case(QWEN3, nested_plan(PAIR, keep="output").to_json(), compiler="float64")
+    case = Case(LLAMA, nested_plan(PAIR, keep="output").to_json(), compiler="float64")
     by_rank = pool.run(run_and_count, case, list(range(18, 58, 2)), ranks=2, timeout_s=240.0)
-    check(by_rank[0][0])
-    for _, graphs, error in by_rank:
-        assert len(graphs) == 21
-        assert graphs[:20] == [TRAINING_GRAPHS] * 20
-        assert graphs[20] == TRAINING_GRAPHS + EVALUATION_GRAPHS
+    check(by_rank[0].outcomes)
+    for counted in by_rank:
+        assert counted.graphs == [TRAINING_GRAPHS] * 20
+        compiled, uncompiled = counted.kept_bytes
+        assert 0 < compiled <= uncompiled
+
+
+def run_evaluation(rank: int, num_ranks: int, case: Case) -> tuple[list[int], float, list[list[int]]]:
+    """Graphs compiled by training, and by evaluation, too; largest error of `measure`; texts of both models."""
+    plan = case.made
+    executor = make_compiled(case, rank, make_tree_links(plan, rank))
+    uncompiled = make_executor(replace(case, compiler=None), rank, links=executor.links)
+    counters.clear()
+    gradients(executor, plan)
+    graphs = [counters["stats"]["unique_graphs"]]
+    with all_float64(), without_the_compilers_warnings():
+        found = executor.measure(load(executor, plan, make_tokens(plan)))
+        expected = uncompiled.measure(load(uncompiled, plan, make_tokens(plan)))
+    graphs.append(counters["stats"]["unique_graphs"])
+    error = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    texts = []
+    for each in (executor, uncompiled):
+        with generating(each.root) as model:  # type: ignore[arg-type]
+            texts.append(generated(model, make_tokens(plan)[0]))
+    graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, error, texts
+
+
+@pytest.mark.slow
+def test_G28_evaluation_compiles_its_own_pieces_once_and_generation_none(pool: RankPool) -> None:
+    case = Case(QWEN3, nested_plan(PAIR).to_json(), compiler="float64")
+    for graphs, error, texts in pool.run(run_evaluation, case, ranks=2, timeout_s=240.0):
+        assert graphs == [TRAINING_GRAPHS, TRAINING_GRAPHS + 4, TRAINING_GRAPHS + 4]
         assert error <= TOLERANCE
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        Case(LLAMA, {}, mlp_slice_tokens=5, offload=True),
+        Case(QWEN3, {}, mlp_slice_tokens=5, offload=True),
         Case(QWEN3, {}, trainable=("layers.1",)),  # its first layer's input has no gradient
         Case(QWEN3_MOE, {}),
         Case(GPT_OSS, {}),  # windows and sinks
@@ -202,6 +260,20 @@ def test_G28_other_models_compiled_have_the_gradients_of_one_process(pool: RankP
     plan = nested_plan(PAIR).to_json()
     case = replace(case, plan=plan, compiler="float64")
     check(pool.run(run_plans, case, [plan, replace(case, recompute=False).made.to_json()], ranks=2, timeout_s=240.0)[0])
+
+
+def run_compiled_adapters(rank: int, num_ranks: int, case: Case) -> list[Verification]:
+    from tests.distributed.test_lora import run_adapters  # skips where PEFT is missing
+
+    with without_the_compilers_warnings():
+        return run_adapters(rank, num_ranks, [case], [LoraConfig(rank=3, alpha=5.0)])
+
+
+@pytest.mark.slow
+def test_G28_compiled_adapters_have_the_gradients_of_one_process(pool: RankPool) -> None:
+    pytest.importorskip("peft", reason="PEFT is an extra: nestsp[lora]")
+    case = Case(LLAMA, nested_plan(PAIR).to_json(), compiler="aot_eager")
+    check(pool.run(run_compiled_adapters, case, ranks=2, timeout_s=240.0)[0])
 
 
 @pytest.mark.slow
