@@ -133,12 +133,13 @@ def _try_on_all_ranks(loss: SequenceLoss, prepared: Prepared, world: World) -> N
     targets = prepared.samples.num_targets[np.array(batch.ids) % prepared.samples.num_samples]
     weight_S = torch.from_numpy(targets.astype(np.float64)).to(world.device)
     nll_S = weight_S * torch.linspace(0.5, 1.5, len(weight_S), dtype=torch.float64, device=world.device)
+    reference_S = 1.1 * nll_S if prepared.config.train.reference else None
     if not weight_S.any():  # such a batch is not given to the loss
         return
 
     def attempt() -> tuple[float, ...]:
         with _one_sentence("train.sequence_loss", prepared.config.train.sequence_loss):
-            return try_loss(loss, SequenceSums(batch.ids, nll_S, weight_S))
+            return try_loss(loss, SequenceSums(batch.ids, nll_S, weight_S, reference_S))
 
     values = world.agree(attempt)
     for rank, value in enumerate(values):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestsp.cluster import GroupTree
+from nestsp.config import RunConfig
 from nestsp.execute.local import LocalTokens
 from nestsp.execute.losses import SequenceSums
 from nestsp.execute.objective import Objective
@@ -134,8 +137,9 @@ PAIRED = (
 )
 
 
-def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(pool: RankPool, tmp_path: Path) -> None:
-    config = tiny(*PAIRED, "train.sequence_loss=pairs_of_a_test:preference", "train.router_loss=counting_pass")
+def test_A14_a_run_by_dpo_is_the_same_on_other_ranks_and_resumes(pool: RankPool, tmp_path: Path) -> None:
+    more = ("train.sequence_loss=pairs_of_a_test:dpo", "train.reference=true", "train.longest_first=true")
+    config = tiny(*PAIRED, *more, "train.router_loss=counting_pass")
     for name in ("straight", "alone"):
         write_pairs(tmp_path / name, "pairs_of_a_test")
     assert pool.run(train_rank, tmp_path / "straight", config, None, ranks=4) == [None] * 4
@@ -147,6 +151,7 @@ def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(poo
         assert all(one % 2 == 0 and other == one + 1 for one, other in zip(chosen, rejected, strict=True))
     assert any(len(plan.microbatches) > 1 for plan in plans)
     assert any(apart(plan) for plan in plans), "no pair has its members in groups that share no rank"
+    assert losses(run)[0] == pytest.approx(math.log(2), abs=ROUNDING)  # the model is its own reference
     assert losses(run)[-1] < losses(run)[0]
     alone = config.model_copy(
         update={
@@ -159,6 +164,15 @@ def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(poo
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 3)
     assert pool.run(train_rank, tmp_path / "stopped", config, "auto", ranks=4) == [None] * 4
     assert losses(stopped) == losses(run)
+    (stopped / "reference.npy").unlink()
+    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), "auto", ranks=4))
+    assert refusal is not None
+    assert refusal.kind == "CheckpointError"
+    assert re.match(r"train\.reference is true, but .*reference\.npy, which was made when the", refusal.sentence)
+
+
+def longer(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
 
 
 def apart(plan: Any) -> bool:
