@@ -402,7 +402,7 @@ class _Loop:
         try:
             loss_sum, router_loss = self._run_batch(local, plan.batch)
         except NumericsError as error:  # a loss of sequences, which all ranks compute alike
-            raise everywhere(error) from None
+            raise everywhere(NumericsError(f"step {step}: {error}")) from None
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
