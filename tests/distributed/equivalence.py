@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from nestsp.attention import ring, ulysses
 from nestsp.attention.kernels import CpuFlash
 from nestsp.attention.local import Kernel, Mask
+from nestsp.attention.place import Place
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
@@ -389,28 +390,47 @@ def weighted_gradients(model: nn.Module, tokens: Mapping[int, Tensor], weights: 
 
 
 def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Run cases of one number of ranks; results on rank 0."""
+    """Run cases of one number of ranks; results on rank 0.
+
+    Cases of one model run on one and the same model in turn, as plans do in training, and share what one process gives.
+    """
     links: dict[tuple[int, ...], Mapping[int, Link]] = {}
+    executors: dict[str, Executor] = {}
+    references: dict[str, Gradients] = {}
     outcomes = []
     for case in cases:
         plan = case.made
         if plan.tree.fanouts not in links:
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
-        executor = make_executor(case, rank, links=links[plan.tree.fanouts])
+        model = repr((case.keys, case.trainable))
+        module = repr((model, case.slice_tokens, case.mlp_slice_tokens, case.offload))
+        if module not in executors:
+            executors[module] = make_executor(case, rank, links=links[plan.tree.fanouts])
+        executor = replace(
+            executors[module],
+            links=links[plan.tree.fanouts],
+            kernel=CountingKernel(),
+            timer=AttentionTimer(CPU),
+            streaming=case.streaming,
+            place=Place(),
+        )
+        executor.root.zero_grad()
         with recorded(executor, plan) as log, all_float64():
             planned = planned_gradients(executor, plan, tokens, weighted=case.weighted)
         logs: list[Any] = [None] * num_ranks
         dist.all_gather_object(logs, log)
         if rank != 0:
             continue
-        alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
-        with all_float64():
-            if case.weighted:
-                reference = weighted_gradients(alone, tokens, make_weights(plan))
-            else:
-                reference = reference_gradients(alone, tokens)
-        verification = compare_gradients(planned, reference, sum(n - 1 for n in plan.batch.lengths))
+        question = repr((model, plan.batch, case.weighted))
+        if question not in references:
+            alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
+            with all_float64():
+                if case.weighted:
+                    references[question] = weighted_gradients(alone, tokens, make_weights(plan))
+                else:
+                    references[question] = reference_gradients(alone, tokens)
+        verification = compare_gradients(planned, references[question], sum(n - 1 for n in plan.batch.lengths))
         # Frozen layers are not recomputed, and what autograd never reaches has no backward.
         faults = order_faults(logs)
         if case.trainable is None:
