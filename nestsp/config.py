@@ -388,6 +388,11 @@ class TrainConfig(_Section):
         description="before the first step, run a step of the data's longest samples forward and backward, and drop "
         "its gradients, so that what does not fit shows at once; losses stay what they are",
     )
+    compile: bool = Field(
+        False,
+        description="compile the blocks of decoder layers (norms, projections, dense feed-forward blocks) by "
+        "torch.compile when they first run; attention and experts stay as they are",
+    )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
     )

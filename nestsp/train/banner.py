@@ -41,7 +41,7 @@ def run_banner(
     checkpoint: Path | None,
     start: Progress,
     changes: tuple[str, ...],
-    probe: str,
+    probe: list[str],
 ) -> str:
     """Lines for people."""
     config = prepared.config
@@ -52,11 +52,12 @@ def run_banner(
     root, cores = executor.root, os.cpu_count() or 1
     assert isinstance(root, LossRoot)
     fused = root.fused
+    compiled = config.train.compile
     crowded = world.device.type == "cpu" and world.cluster.ranks_per_host > 2 * cores
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
-        ("probe", [probe]),
+        ("probe", probe),
         (
             "ranks",
             [
@@ -65,6 +66,7 @@ def run_banner(
                 f"{'PyTorch' if fused is None else fused.name}",
                 *([f"more ranks than this host's {plural(cores, 'core')}, so they take turns"] if crowded else []),
                 f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
+                *(["blocks of layers are compiled by torch.compile, attention and experts not"] if compiled else []),
             ],
         ),
         ("tree", draw_tree(prepared.tree)),

@@ -20,6 +20,7 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
+from nestsp.model.compiled import install_compiler
 from nestsp.model.fused_loss import FusedLoss, choose_loss
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
 from nestsp.model.lora import add_adapters, draw_adapters
@@ -77,6 +78,8 @@ def build_executor(
     if lora is not None:
         world.together(lambda: add_adapters(model, lora))
     fused = _choose_loss(prepared, world, model, dtype)
+    if train.compile:
+        install_compiler(model)
     if train.mlp_slice_tokens is not None:
         install_mlp_slices(model, train.mlp_slice_tokens)
     install_layer_runner(model, offload=train.offload)

@@ -25,10 +25,12 @@ from nestsp.config import RunConfig
 from nestsp.cost.work import sequence_work
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
+from nestsp.execute.compiled_probe import compiled_line
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.objective import Objective
 from nestsp.execute.probe import probe_line
 from nestsp.execute.router_loss import remember_counts
+from nestsp.model.compiled import check_compiler
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
@@ -83,10 +85,14 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
+    if config.train.compile:
+        world.together(lambda: check_compiler(world.device))
     prepared = prepare_with_progress(config, world, screen)
     objective = make_objective(prepared, world)
     with screen.progress("probing the model", None):
-        probe = world.first(lambda: probe_line(prepared.model))
+        probe = [world.first(lambda: probe_line(prepared.model))]
+        if config.train.compile:
+            probe.append(world.first(lambda: compiled_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),

@@ -41,6 +41,7 @@ from nestsp.execute.verify import (
     reference_gradients,
 )
 from nestsp.model.adapter import build_model, decoder_layers, model_config
+from nestsp.model.compiled import install_compiler
 from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
@@ -127,6 +128,7 @@ class Case:
         streaming: Groups take turns.
         mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
         offload: Inputs of recomputed layers go through `save_on_cpu`.
+        compiler: Backend that compiles the layers' blocks; None for none.
     """
 
     keys: Mapping[str, Any]
@@ -138,6 +140,7 @@ class Case:
     streaming: bool = True
     mlp_slice_tokens: int | None = None
     offload: bool = False
+    compiler: str | None = None
 
     @property
     def made(self) -> Plan:
@@ -310,6 +313,8 @@ def make_executor(
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
+    if case.compiler is not None:
+        install_compiler(model, case.compiler)
     if case.mlp_slice_tokens is not None:
         install_mlp_slices(model, case.mlp_slice_tokens)
     install_layer_runner(model, offload=case.offload)
@@ -404,7 +409,7 @@ def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
         model = repr((case.keys, case.trainable))
-        module = repr((model, case.slice_tokens, case.mlp_slice_tokens, case.offload))
+        module = repr((model, case.slice_tokens, case.mlp_slice_tokens, case.offload, case.compiler))
         if module not in executors:
             executors[module] = make_executor(case, rank, links=links[plan.tree.fanouts])
         executor = replace(

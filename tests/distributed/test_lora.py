@@ -27,6 +27,7 @@ from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
 from nestsp.model.adapter import model_config
+from nestsp.model.compiled import install_compiler
 from nestsp.model.derive import model_shape
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.root import LossRoot
@@ -76,6 +77,8 @@ def run_adapters(rank: int, num_ranks: int, cases: Sequence[Case], loras: Sequen
         plan = case.made
         tokens = make_tokens(plan)
         model = with_adapters(case, "nestsp", lora)
+        if case.compiler is not None:
+            install_compiler(model, case.compiler)
         install_layer_runner(model)
         root = LossRoot(model, slice_tokens=5)  # type: ignore[arg-type]
         mesh = make_mesh("cpu", num_ranks, num_ranks)
