@@ -23,9 +23,7 @@ def subject() -> Subject:
 
 
 def put_in_place_of_the_compiler(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Any]) -> None:
-    monkeypatch.setattr(
-        torch, "compile", lambda forward, **options: lambda *args, **kwargs: compiled(forward, *args, **kwargs)
-    )
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: partial(compiled, forward))
 
 
 def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
