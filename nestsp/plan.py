@@ -7,6 +7,7 @@ number of sequences, FlexSP disjoint groups of several sizes, NSP any groups at 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from nestsp.cluster import Group, GroupTree, share
 from nestsp.errors import ConfigError, DataError, InfeasibleError, PlanError
 from nestsp.units import format_count, plural
 
-__all__ = ["AttentionKind", "Capabilities", "Keep", "Microbatch", "Placement", "Plan"]
+__all__ = ["AttentionKind", "Capabilities", "GatherTurns", "Keep", "Microbatch", "Placement", "Plan"]
 
 Keep = Literal["none", "output"]
 AttentionKind = Literal["auto", "ulysses", "ring", "hybrid"]
@@ -67,6 +68,22 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherTurns:
+    """Where every layer issues the gather of the next layer's parameters, in the one order of its groups' turns.
+
+    Attributes:
+        forward: In the forward pass the gather comes before all turns of this number and after those of lower ones; 0
+            is where the layer begins.
+        backward: The same in the backward pass; the recompute before it gathers nothing.
+        num_levels: The order holds with exchanges of the first so many levels: those whose groups share its links.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    num_levels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Where every sequence of a batch goes.
 
@@ -76,6 +93,7 @@ class Plan:
         microbatches: In the order in which they run.
         level_order: All levels of the tree, in the order in which their exchanges of equal number are issued.
         planner: Name of the planner that made it; not part of the digest.
+        gathers: Where parameters are gathered among the groups' exchanges.
     """
 
     tree: GroupTree
@@ -83,6 +101,7 @@ class Plan:
     microbatches: tuple[Microbatch, ...]
     level_order: tuple[int, ...]
     planner: str
+    gathers: GatherTurns = GatherTurns()
 
     @classmethod
     def of_groups(
@@ -147,6 +166,13 @@ class Plan:
             raise PlanError(
                 f"the plan's level order is {self.level_order}, but it must hold each of the tree's "
                 f"{self.tree.num_levels} levels once"
+            )
+        gathers = self.gathers
+        if min(gathers.forward, gathers.backward) < 0 or not 0 <= gathers.num_levels <= self.tree.num_levels:
+            raise PlanError(
+                f"the plan's gathers come before turns {gathers.forward} and {gathers.backward} of "
+                f"{gathers.num_levels} levels, but turns are counted from 0, and the tree has {self.tree.num_levels} "
+                "levels"
             )
         placed = [0] * self.batch.num_sequences
         for number, microbatch in enumerate(self.microbatches):
@@ -222,6 +248,7 @@ class Plan:
             "planner": self.planner,
             "tree": list(self.tree.fanouts),
             "level_order": list(self.level_order),
+            **({"gathers": dataclasses.asdict(self.gathers)} if self.gathers != GatherTurns() else {}),
             "ids": list(self.batch.ids),
             "lengths": list(self.batch.lengths),
             "microbatches": [
@@ -275,6 +302,7 @@ class Plan:
                 ),
                 _whole_numbers(data["level_order"]),
                 _text(data["planner"]),
+                GatherTurns(**{name: _whole(value) for name, value in data.get("gathers", {}).items()}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"the data are no plan: {type(error).__name__} {error}") from None

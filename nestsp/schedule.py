@@ -10,6 +10,11 @@ Every rank issues in increasing key and skips the groups it does not have, so al
 set of groups can deadlock. The order is never chosen by readiness, which differs between ranks. A group of one rank
 exchanges nothing; its one turn comes after all first turns, where it fills the first gap.
 
+The gather of the next layer's parameters has a place in the same order: the plan names the number before whose turns
+it comes, and the levels whose exchanges share its links. A rank issues it right after the last exchange of these levels
+that comes before that place, and where the layer begins if it has none: so a rank without such groups holds nobody up.
+All members of a smaller group lie in the same groups of these levels, so for them too the gather has one place.
+
 The simulator and the executor both read these turns: the simulator those of one key together (`Schedule.steps`), the
 executor those of one rank (`Schedule.turns`).
 """
@@ -82,6 +87,28 @@ class Schedule:
     def turns(self, microbatch: int, rank: int, which: Pass) -> tuple[Turn, ...]:
         """The turns of one rank in one layer, in the order in which they are taken."""
         return tuple(step.turn for step in _steps(self, self.plan.microbatches[microbatch].on_rank(rank), which))
+
+    def gather_turn(self, which: Pass) -> int:
+        """The number before whose turns a layer gathers the next one's parameters; 0 is where the layer begins.
+
+        Without streaming it is 0: turns of one number then lie apart, and no place among them is the same to all ranks.
+        """
+        assert which is not Pass.RECOMPUTE, "the recompute gathers nothing"
+        gathers = self.plan.gathers
+        if not self.streaming or not gathers.num_levels:
+            return 0
+        return gathers.forward if which is Pass.FORWARD else gathers.backward
+
+    def turns_before_gather(self, microbatch: int, rank: int, which: Pass) -> int:
+        """How many of `turns` a rank has taken when it issues the gather of the next layer's parameters."""
+        before, num_levels = self.gather_turn(which), self.plan.gathers.num_levels
+        groups = self.plan.microbatches[microbatch].on_rank(rank)
+        exchanges = {p.group.level: num_exchanges(p, which) for p in groups if p.group.level < num_levels}
+        taken = 0
+        for position, turn in enumerate(self.turns(microbatch, rank, which), 1):
+            if turn.number < min(before, exchanges.get(turn.level, 0)):
+                taken = position
+        return taken
 
 
 def _steps(schedule: Schedule, placements: Iterable[Placement], which: Pass) -> tuple[Step, ...]:

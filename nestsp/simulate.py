@@ -5,9 +5,8 @@ of each link class.
 - An exchange starts when the last member has issued it and the links of all members are free; each link class is one
   queue, in the order of issue, shared with the parameter gathers and gradient reductions.
 - A layer's parameters are gathered while the layer before it runs, in the forward pass and again in the backward pass;
-  its gradients are reduced while the next one runs, and only one reduction is in flight (as FSDP2 does). The gather is
-  issued where that layer begins; but if exchanges take the same links it follows the groups' first ones, which would
-  otherwise wait for the slowest of all ranks.
+  its gradients are reduced while the next one runs, and only one reduction is in flight (as FSDP2 does). The gather
+  stands among the exchanges where the plan says (see `nestsp.schedule`), and starts when the last rank has issued it.
 
 All ranks of a level take a turn in one array operation. Layers are identical, so a pass is walked only until one layer
 moves all clocks by one and the same time; from there on every further layer does the same, since clocks meet in maxima
@@ -132,6 +131,7 @@ class _Move:
     """One turn of some groups of one level.
 
     Attributes:
+        number: Of the turn.
         ranks: int64 [groups, degree].
         chain: Names these groups within a layer's pass, so that a turn finds what the one before it issued.
         waits: The groups have an exchange in flight.
@@ -139,11 +139,11 @@ class _Move:
         after_s: The same after it.
         exchange_s: float64 [groups], length of the exchange that it issues, or None.
         network: The exchange crosses hosts.
-        opens: It is the groups' first turn of several.
     """
 
     name: str
     level: int
+    number: int
     ranks: Ints
     chain: Chain
     waits: bool
@@ -151,7 +151,6 @@ class _Move:
     after_s: Floats | None
     exchange_s: Floats | None
     network: bool
-    opens: bool
 
     @property
     def does_something(self) -> bool:
@@ -189,11 +188,15 @@ class _Clocks:
         if self.events is not None:
             self._record(name, "computation", np.arange(len(start)), start, self.now_s)
 
-    def collective(self, seconds: float, network: bool, name: str) -> tuple[float, float]:
-        """Issue one communication of all ranks; when the last has issued it, and when it is over."""
+    def collective(
+        self, seconds: float, network: bool, name: str, issued_s: Floats | None = None
+    ) -> tuple[float, float]:
+        """One communication of all ranks, each of which issues it now, or when it says; when the last has issued it,
+        and when it is over.
+        """
         if seconds == 0.0:
             return -np.inf, -np.inf
-        ready = float(self.now_s.max())
+        ready = float((self.now_s if issued_s is None else issued_s).max())
         links = self.links_s[network]
         start = max(ready, float(links.max()))
         links[:] = start + seconds
@@ -207,7 +210,8 @@ class _Clocks:
         self.exposed_s += np.maximum(0.0, end - np.maximum(self.now_s, ready))
         self.now_s = np.maximum(self.now_s, end)
 
-    def move(self, move: _Move) -> None:
+    def move(self, move: _Move) -> Floats:
+        """Take a turn; float64 [groups, degree], when each rank issues its exchange, if there is one."""
         ranks = move.ranks
         now = self.now_s[ranks]
         if move.waits:
@@ -233,6 +237,7 @@ class _Clocks:
                 spread = np.ones(ranks.shape)
                 begins, ends = begin[:, None] * spread, end[:, None] * spread
                 self._record(move.name, _TRACKS[move.network], ranks, begins, ends, move.level)
+        issued = now
         if move.after_s is not None:
             start = now
             now = now + move.after_s
@@ -241,6 +246,7 @@ class _Clocks:
             if self.events is not None:
                 self._record(move.name, "computation", ranks, start, now, move.level)
         self.now_s[ranks] = now
+        return issued
 
     def state(self) -> Floats:
         """All times that decide what comes; what lies before a rank's own clock no longer does."""
@@ -328,41 +334,50 @@ def _walk_microbatch(schedule: Schedule, number: int, held: RankTokens, cost: Co
     before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
     sizes = _LevelSizes.of(schedule.plan, number, cost)
     moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
-    first = {which: tuple(move for move in moves[which] if move.opens) for which in Pass}
-    others = {which: tuple(move for move in moves[which] if not move.opens) for which in Pass}
-    yields = any(move.network == network for move in first[Pass.FORWARD])
 
-    def prefetch(name: str) -> None:
-        clocks.gather_s = clocks.collective(cost.layer_gather_s, network, name)
+    num_ordered = schedule.plan.gathers.num_levels
+    for which in (Pass.FORWARD, Pass.BACKWARD):
+        if schedule.gather_turn(which):
+            on_links = [move for move in moves[which] if move.exchange_s is not None and move.network == network]
+            assert all(move.level < num_ordered for move in on_links), "the links' queue would be another on some ranks"
 
-    def attention(which: Pass, gather: str = "") -> None:
-        for move in first[which]:
-            clocks.move(move)
-        if gather:
+    def prefetch(name: str, issued_s: Floats | None = None) -> None:
+        clocks.gather_s = clocks.collective(cost.layer_gather_s, network, name, issued_s)
+
+    def begin(which: Pass, gather: str) -> tuple[str, Floats]:
+        """A layer's begin: wait for its parameters; what is still to gather among the turns, and when each begins."""
+        clocks.wait(clocks.gather_s)
+        begun_s = clocks.now_s.copy()
+        if gather and schedule.gather_turn(which) == 0:
             prefetch(gather)
-        for move in others[which]:
-            clocks.move(move)
+            gather = ""
+        return gather, begun_s
+
+    def attention(which: Pass, gather: str, issued_s: Floats) -> None:
+        for move in moves[which]:
+            if gather and move.number >= schedule.gather_turn(which):
+                prefetch(gather, issued_s)
+                gather = ""
+            moved_s = clocks.move(move)
+            if gather and move.exchange_s is not None and move.level < num_ordered:
+                issued_s[move.ranks] = moved_s
+        if gather:
+            prefetch(gather, issued_s)
 
     def forward(layer: int) -> None:
-        clocks.wait(clocks.gather_s)
-        gather = "gather the next layer" if layer + 1 < num_layers else ""
-        if gather and not yields:
-            prefetch(gather)
+        gather = begin(Pass.FORWARD, "gather the next layer" if layer + 1 < num_layers else "")
         clocks.compute(before_s, "projections")
-        attention(Pass.FORWARD, gather if yields else "")
+        attention(Pass.FORWARD, *gather)
         clocks.compute(after_s, "feed-forward")
 
     def backward(layer: int) -> None:
-        clocks.wait(clocks.gather_s)
-        gather = "gather the next layer, backward" if layer > 0 else ""
-        if gather and not yields:
-            prefetch(gather)
+        gather = begin(Pass.BACKWARD, "gather the next layer, backward" if layer > 0 else "")
         if layer < num_layers - num_kept:
             clocks.compute(before_s, "projections, again")
-            attention(Pass.RECOMPUTE)
+            attention(Pass.RECOMPUTE, "", clocks.now_s)
             clocks.compute(after_s, "feed-forward, again")
         clocks.compute(2 * after_s, "feed-forward, backward")
-        attention(Pass.BACKWARD, gather if yields else "")
+        attention(Pass.BACKWARD, *gather)
         clocks.compute(2 * before_s, "projections, backward")
         clocks.wait(clocks.reduce_s)
         clocks.reduce_s = clocks.collective(cost.layer_reduce_s, network, "reduce the layer's gradients")
@@ -538,6 +553,7 @@ class _Turns:
         return _Move(
             name=turn_name(self.degree, self.which, number),
             level=level,
+            number=number,
             ranks=groups[:, None] * self.degree + np.arange(self.degree),
             chain=chain,
             waits=number > 0,
@@ -545,7 +561,6 @@ class _Turns:
             after_s=after,
             exchange_s=None if exchange is None else exchange.latency_s + exchange.s_per_token * tokens,
             network=exchange is not None and exchange.network,
-            opens=turn.opens,
         )
 
     def _packed_s(self, tokens: Floats, number: int) -> Floats:

@@ -11,6 +11,7 @@ FlexSP's published model does in the benchmarks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from nestsp.cluster import GroupTree
 from nestsp.cost.bound import check_fits
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
-from nestsp.plan import Plan
+from nestsp.plan import GatherTurns, Plan
 from nestsp.planners.kinds import with_kinds
 from nestsp.planners.levels import Packing
 from nestsp.planners.recompute import spend_memory
@@ -283,9 +284,21 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
         in_slices=lambda plan: with_kinds(plan, cost, "ulysses"),
         as_any_kind=lambda plan: with_kinds(plan, cost, "ulysses" if shape.window else "auto"),
-        finish=lambda plan: spend_memory(plan, cost),
+        finish=lambda plan: _gather_after_first_exchanges(spend_memory(plan, cost), cost),
         evaluate=lambda plan: _judge(plan, cost, streaming),
     )
+
+
+def _gather_after_first_exchanges(plan: Plan, cost: CostModel) -> Plan:
+    """Where exchanges take the gathers' links, the gather follows them: it waits for the slowest of all ranks."""
+    num_levels = sum(_shares_gather_links(level, cost) for level in range(cost.tree.num_levels))
+    if not any(placement.group.level < num_levels for _, placement in plan.placements()):
+        return dataclasses.replace(plan, gathers=GatherTurns())
+    return dataclasses.replace(plan, gathers=GatherTurns(1, 1, num_levels))
+
+
+def _shares_gather_links(level: int, cost: CostModel) -> bool:
+    return any(link.network == cost.comm.crosses_hosts for link in cost.comm.forward(level))
 
 
 def _judge(plan: Plan, cost: CostModel, streaming: bool) -> Verdict:

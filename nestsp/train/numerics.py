@@ -36,8 +36,10 @@ class _Finding:
     what: str
 
 
-def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder: Path, step: int) -> str:
-    """Run a batch again and say where it first has a number that is not finite; every rank must call it.
+def trace_nonfinite(
+    executor: Executor, local: LocalBatch, run: Callable[[], object], world: World, folder: Path, step: int
+) -> str:
+    """Run a step again and say where it first has a number that is not finite; every rank must call it.
 
     The rank that saw it first leaves the tokens of that microbatch, and what went into the layer, in
     ``folder/nan-<step>-<rank>.safetensors``. Weights do not change; gradients are of no use afterwards.
@@ -45,6 +47,7 @@ def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder:
     Args:
         executor: Of the run.
         local: The step's batch, as this rank ran it.
+        run: Runs it as the step did, with its loss, from the same state.
         world: This rank.
         folder: The run's.
         step: For the file's name.
@@ -54,7 +57,7 @@ def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder:
     """
     watch = _Watch(executor)
     try:
-        executor.run(local)
+        run()
     finally:
         watch.remove()
     mine = min(watch.findings(), default=None)

@@ -78,9 +78,12 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     """
     from nestsp.model.adapter import model_config
     from nestsp.model.derive import model_shape
+    from nestsp.model.mini_sequence import check_mlp_slices
 
     model = model_config(config.model.source)
     shape = model_shape(model)
+    if config.train.mlp_slice_tokens is not None:
+        check_mlp_slices(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
@@ -95,6 +98,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
         shares=samples.shares,
+        together=config.data.samples_together,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
-from nestsp.plan import Keep, Microbatch, Placement, Plan
+from nestsp.plan import GatherTurns, Keep, Microbatch, Placement, Plan
 from nestsp.shape import ModelShape
 
 FANOUTS = ((), (2,), (3,), (5,), (6,), (7,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (2, 3, 2), (2,) * 6)
@@ -73,4 +73,5 @@ def plans(draw: st.DrawFn, max_ranks: int = 64) -> Plan:
         )
         for groups in used
     )
-    return Plan(tree, batch, microbatches, tuple(draw(st.permutations(range(tree.num_levels)))), "any")
+    gathers = GatherTurns(*(draw(st.integers(0, most)) for most in (5, 5, tree.num_levels)))
+    return Plan(tree, batch, microbatches, tuple(draw(st.permutations(range(tree.num_levels)))), "any", gathers)

@@ -9,7 +9,7 @@ import pytest
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
 from nestsp.errors import InfeasibleError, PlanError
-from nestsp.plan import Microbatch, Placement, Plan
+from nestsp.plan import GatherTurns, Microbatch, Placement, Plan
 
 TREE = GroupTree((2, 2))
 BATCH = SequenceBatch((10, 11, 12, 13), (9, 4, 3, 2))
@@ -65,6 +65,8 @@ def test_counts_follow_from_the_placements() -> None:
         (replace(PLAN, microbatches=(Microbatch((), -1),)), "keeps -1 layers, but it must be 0 or more"),
         (replace(PLAN, level_order=(0, 1)), "but it must hold each of the tree's 3 levels once"),
         (replace(PLAN, level_order=(0, 1, 1)), "but it must hold each of the tree's 3 levels once"),
+        (replace(PLAN, gathers=GatherTurns(1, -1, 2)), "before turns 1 and -1 of 2 levels, but turns are counted from"),
+        (replace(PLAN, gathers=GatherTurns(1, 1, 4)), "before turns 1 and 1 of 4 levels, .* the tree has 3 levels"),
     ],
 )
 def test_check_refuses_a_plan_that_breaks_a_rule(plan: Plan, sentence: str) -> None:
@@ -77,6 +79,16 @@ def test_slices_are_part_of_the_plan_and_plans_without_them_are_read_and_named_a
     assert Plan.from_json(sliced.to_json()) == sliced
     assert sliced.digest != PLAN.digest
     assert "num_slices" not in str(PLAN.to_json())
+
+
+def test_gathers_are_part_of_the_plan_and_plans_without_them_are_read_and_named_as_before() -> None:
+    gathered = replace(PLAN, gathers=GatherTurns(1, 3, 2))
+    assert Plan.from_json(gathered.to_json()) == gathered
+    assert gathered.digest != PLAN.digest
+    assert "gathers" not in PLAN.to_json()
+    for wrong in ([1, 3, 2], {"forward": 1.0}, {"forth": 1}):
+        with pytest.raises(PlanError, match=r"^the data are no plan"):
+            Plan.from_json({**PLAN.to_json(), "gathers": wrong})
 
 
 def test_check_accepts_ring_and_hybrid_degrees_that_divide_the_group() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
-from nestsp.plan import Keep, Microbatch, Placement, Plan
+from nestsp.plan import GatherTurns, Keep, Microbatch, Placement, Plan
 from nestsp.schedule import Pass, Turn, make_schedule, num_exchanges
 
 TREE = GroupTree((2, 2))
@@ -86,3 +86,36 @@ def test_a_ring_passes_keys_round_and_their_gradients_one_pass_behind(
         placement = Placement(Group(0, 0, 6), (0,), ring_degree, "output" if keep == "output" else "none")
         found = [num_exchanges(placement, which) for which in (Pass.FORWARD, Pass.RECOMPUTE, Pass.BACKWARD)]
         assert found == [counts[0], counts[1] if keep == "none" else 0, counts[2]]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "counts"),
+    [
+        (GatherTurns(0, 0, 3), (0, 0, 0)),  # where the layer begins
+        (GatherTurns(1, 1, 3), (2, 2, 1)),  # after the first exchanges, before what is computed alone
+        (GatherTurns(2, 2, 3), (5, 4, 2)),
+        (GatherTurns(9, 9, 3), (5, 4, 2)),  # there are no more exchanges
+        (GatherTurns(9, 9, 1), (4, 3, 2)),  # after those of the root
+        (GatherTurns(9, 9, 0), (0, 0, 0)),
+    ],
+)
+def test_a_gather_follows_the_exchanges_before_its_place(gathers: GatherTurns, counts: tuple[int, ...]) -> None:
+    plan = replace(PLAN, gathers=gathers)
+    for which in (Pass.FORWARD, Pass.BACKWARD):
+        found = tuple(make_schedule(plan).turns_before_gather(0, rank, which) for rank in range(3))
+        assert found == counts
+        unhidden = make_schedule(plan, streaming=False)
+        assert not any(unhidden.turns_before_gather(0, rank, which) for rank in range(4))
+
+
+def test_a_gather_has_a_place_of_its_own_in_each_pass() -> None:
+    schedule = make_schedule(replace(PLAN, gathers=GatherTurns(0, 1, 3)))
+    assert schedule.turns_before_gather(0, 0, Pass.FORWARD) == 0
+    assert schedule.turns_before_gather(0, 0, Pass.BACKWARD) == 2
+
+
+def test_a_rank_without_groups_gathers_where_the_layer_begins() -> None:
+    """F1."""
+    plan = Plan.of_groups(TREE, SequenceBatch.of_lengths([4]), [{Group(1, 0, 2): [0]}], "hand")
+    schedule = make_schedule(replace(plan, gathers=GatherTurns(1, 1, 2)))
+    assert [schedule.turns_before_gather(0, rank, Pass.FORWARD) for rank in range(4)] == [1, 1, 0, 0]

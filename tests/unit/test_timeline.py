@@ -11,7 +11,7 @@ from nestsp.cluster import Cluster, Group
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
-from nestsp.plan import Keep, Microbatch, Placement, Plan
+from nestsp.plan import GatherTurns, Keep, Microbatch, Placement, Plan
 from nestsp.schedule import Pass, make_schedule, num_exchanges
 from nestsp.simulate import Timeline, simulate
 
@@ -25,7 +25,18 @@ def model(num_hosts: int = 2, ranks_per_host: int = 4, **changes: float) -> Cost
     return make_cost_model(SHAPE, Cluster(num_hosts, ranks_per_host), profile)
 
 
-def nested(cost: CostModel, *, ring: int = 1, slices: int = 1, keep: Keep = "none", kept_layers: int = 0) -> Plan:
+ACROSS = GatherTurns(1, 1, 1)  # after the first exchanges of the groups that cross two hosts
+
+
+def nested(
+    cost: CostModel,
+    *,
+    ring: int = 1,
+    slices: int = 1,
+    keep: Keep = "none",
+    kept_layers: int = 0,
+    gathers: GatherTurns = ACROSS,
+) -> Plan:
     """One long sequence on all ranks, two middle ones on one host each, short ones on six of eight ranks."""
     tree = cost.tree
     batch = SequenceBatch.of_lengths([60_000, 20_000, 9_000, 4_000, 3_000, 2_000, 2_000, 500, 1])
@@ -40,7 +51,7 @@ def nested(cost: CostModel, *, ring: int = 1, slices: int = 1, keep: Keep = "non
         )
         for position, group in enumerate(groups)
     )
-    plan = Plan(tree, batch, (Microbatch(placements, kept_layers),), tuple(range(tree.num_levels)), "test")
+    plan = Plan(tree, batch, (Microbatch(placements, kept_layers),), tuple(range(tree.num_levels)), "test", gathers)
     plan.check()
     return plan
 
@@ -266,12 +277,39 @@ def test_a_small_group_that_is_done_early_does_not_hold_up_its_parents_order() -
         assert np.isfinite(result.makespan_s)
 
 
-def test_exchanges_go_before_the_gather_that_takes_the_same_links() -> None:
+def first_start_s(result: Timeline, layer: int, name: str, track: str) -> float:
+    found = [e.starts_s.min() for e in result.events if (e.layer, e.name, e.track) == (layer, name, track)]
+    assert found
+    return float(min(found))
+
+
+@pytest.mark.parametrize("ring", [1, 8])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_the_gather_stands_in_the_links_queue_where_the_plan_says(before: int, ring: int) -> None:
     cost = model()
-    across = timeline(nested(cost), cost, record=True)
-    gathers = {event.layer: event for event in across.events if event.name == "gather the next layer"}
-    firsts = {e.layer: e for e in across.events if e.name == "degree 8, forward 0" and e.track == "network"}
-    assert gathers[3].starts_s.min() >= firsts[3].ends_s.max()
+    result = timeline(nested(cost, ring=ring, gathers=GatherTurns(before, before, 1)), cost, record=True)
+    for which, gather in ((Pass.FORWARD, "gather the next layer"), (Pass.BACKWARD, "gather the next layer, backward")):
+        at_s = first_start_s(result, 3, gather, "network")
+        for number in range(2 if ring == 1 else 7):
+            exchange_s = first_start_s(result, 3, f"degree 8, {which.value} {number}", "network")
+            assert (exchange_s < at_s) == (number < before)
+
+
+def test_a_gather_waits_for_no_exchange_inside_a_host() -> None:
+    """Two of four hosts share a long sequence. The other two have work of their own, and issue the gather at once."""
+    cost = model(4, 2)
+    tree = cost.tree
+    batch = SequenceBatch.of_lengths([60_000, 50_000])
+    plan = Plan.of_groups(tree, batch, [{tree.group(1, 0): [0], tree.group(2, 4): [1]}], "test")
+    results = []
+    for num_levels in (2, tree.num_levels):
+        gathered = dataclasses.replace(plan, gathers=GatherTurns(1, 1, num_levels))
+        results.append(timeline(gathered, cost, record=True))
+    across, all_of_them = (first_start_s(result, 3, "gather the next layer", "network") for result in results)
+    events = {(e.name, e.track): e for e in results[0].events if e.layer == 3}
+    begins, exchange = events["projections", "computation"], events["degree 4, forward 0", "network"]
+    assert across == max(begins.starts_s.max(), exchange.ends_s.max())
+    assert all_of_them > across
 
 
 def test_a_gather_that_no_exchange_meets_starts_where_its_layer_begins() -> None:

@@ -76,8 +76,14 @@ def test_the_number_of_steps_does_not_depend_on_ranks(hosts: int, ranks: int) ->
             "planner.attention is ring, but the model has layers with a sliding window of 16, which no ring runs; set "
             "it to auto or ulysses",
         ),
+        (
+            ["train.mlp_slice_tokens=8", "model.config.model_type=gpt_oss", "model.config.num_local_experts=4"],
+            ModelError,
+            "train.mlp_slice_tokens is set, but GptOssMLP returns a tuple instead of hidden states, which cannot be "
+            "put together again; set it to null",
+        ),
     ],
-    ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows"),
+    ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows slices"),
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], kind: type[NestspError], sentence: str) -> None:
     with pytest.raises(kind) as caught:
