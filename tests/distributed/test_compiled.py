@@ -36,6 +36,7 @@ from nestsp.execute.verify import Gradients, Verification, compare_gradients, fu
 from nestsp.model.compiled import Compiled, install_compiler
 from nestsp.model.derive import reference_attention
 from nestsp.plan import Plan
+from nestsp.train import setup, trainer
 from nestsp.train.generate import generating
 from tests.distributed import equivalence
 from tests.distributed.equivalence import (
@@ -262,7 +263,7 @@ def test_G28_evaluation_compiles_its_own_pieces_once_and_generation_none(pool: R
     ids=["slices", "frozen", "experts", "sinks", "windows"],
 )
 def test_G28_other_models_compiled_have_the_gradients_of_one_process(pool: RankPool, case: Case) -> None:
-    plan = nested_plan(PAIR).to_json()
+    plan = nested_plan(PAIR, keep="output").to_json()
     case = replace(case, plan=plan, compiler="float64")
     check(pool.run(run_plans, case, [plan, replace(case, recompute=False).made.to_json()], ranks=2, timeout_s=240.0)[0])
 
@@ -288,7 +289,16 @@ def test_G28_inductor_gives_the_same_gradients(pool: RankPool) -> None:
 
 
 def train_compiled(rank: int, num_ranks: int, *args: Any) -> Any:
-    with without_the_compilers_warnings():
+    """The trainer, but for the backend; see above."""
+
+    def install(model: torch.nn.Module) -> int:
+        return install_compiler(model, "aot_eager")
+
+    with (
+        without_the_compilers_warnings(),
+        patch.object(trainer, "check_compiler", lambda device: None),
+        patch.object(setup, "install_compiler", install),
+    ):
         return train_rank(rank, num_ranks, *args)
 
 
@@ -307,7 +317,7 @@ def test_G28_a_compiled_run_has_the_losses_and_files_of_an_uncompiled_one_and_re
     )
     for compiled in ("false", "true"):
         config = tiny(*given, f"train.compile={compiled}")
-        assert pool.run(train_compiled, tmp_path, config, None, ranks=2, timeout_s=400.0) == [None] * 2
+        assert pool.run(train_compiled, tmp_path, config, None, ranks=2, timeout_s=240.0) == [None] * 2
     plain, run = runs / "tiny-1", runs / "tiny-2"
     assert losses(run) == pytest.approx(losses(plain), abs=ROUNDING)
     found, expected = (load_file(path / "hf" / "model.safetensors") for path in (run, plain))
@@ -315,7 +325,7 @@ def test_G28_a_compiled_run_has_the_losses_and_files_of_an_uncompiled_one_and_re
     shutil.rmtree(run / "checkpoints" / "step-000004")
     shutil.rmtree(run / "checkpoints" / "step-000003")
     shutil.rmtree(run / "hf")
-    assert pool.run(train_compiled, tmp_path, tiny(*given), "auto", ranks=2, timeout_s=400.0) == [None] * 2
+    assert pool.run(train_compiled, tmp_path, tiny(*given), "auto", ranks=2, timeout_s=240.0) == [None] * 2
     assert losses(run) == pytest.approx(losses(plain), abs=ROUNDING)
 
 
