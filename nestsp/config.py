@@ -355,6 +355,11 @@ class TrainConfig(_Section):
         description="your own loss of whole sequences, module:function, called as function(sums) (docs/losses.md); "
         "null for a loss of tokens",
     )
+    reference: bool = Field(
+        False,
+        description="before the first step, take each sample's likelihood under the model as it is then, which "
+        "sequence_loss finds in sums.reference_S (DPO); costs a forward pass over the data",
+    )
     loss_kernel: Literal["auto", "torch", "liger"] = Field(
         "auto",
         description="of head and likelihoods: auto (Liger's fused kernel on GPUs, where liger-kernel is installed and "
@@ -417,6 +422,11 @@ class TrainConfig(_Section):
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
 
+    @field_validator("router_loss", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a plain off so
+
     @field_validator("trace_steps", mode="before")
     @classmethod
     def _two_steps(cls, value: Any) -> Any:
@@ -458,6 +468,11 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train has token_loss {self.token_loss!r} and sequence_loss {self.sequence_loss!r}, but a run has one "
                 "loss; leave one of them out"
+            )
+        if self.reference and self.sequence_loss is None:
+            raise ValueError(
+                "train.reference is true, but there is no train.sequence_loss that compares with it; set one, or leave "
+                "train.reference out"
             )
         if self.offload and self.recompute is False:
             raise ValueError(

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from filelock import FileLock
 
@@ -50,6 +52,7 @@ from nestsp.train.numerics import trace_nonfinite
 from nestsp.train.objective import make_objective
 from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.records import Records
+from nestsp.train.reference import read_reference, take_reference, with_reference
 from nestsp.train.rehearsal import rehearse
 from nestsp.train.reports import RankReport, exchange_reports, fragmented_bytes, peak_memory_bytes
 from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
@@ -170,6 +173,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
         if config.train.longest_first:
             loop.rehearse()
+        if config.train.reference:
+            loop.compare_with_reference(resumed=checkpoint is not None)
         stopped = loop.run(start, records)
         with watchdog.resting():
             loop.finish(stopped)
@@ -231,9 +236,29 @@ class _Loop:
     def rehearse(self) -> None:
         """Run the longest step and forget it."""
         self.executor.place.task = "rehearses the longest samples' step"
+        run = self._run_batch
+        if self.prepared.config.train.reference:  # which is not taken yet, and may cost hours
+            run = self._compared(np.zeros(self.prepared.samples.num_samples))._run_batch
         with self.screen.progress("rehearsing", None):
-            line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, self._run_batch)
+            line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, run)
         self.screen.say(line)
+
+    def compare_with_reference(self, *, resumed: bool) -> None:
+        """Give the loss what the model said of each sample when the run began."""
+        if resumed:
+            number = self.prepared.samples.num_samples
+            reference = self.world.first(lambda: read_reference(self.folder, number))
+        else:
+            self.executor.place.task = "takes the reference's likelihoods"
+            with self.screen.progress("reference", None) as bar:
+                reference = take_reference(self.prepared, self.task, self.world, self.executor, self.folder, bar)
+        self.objective = self._compared(reference).objective
+
+    def _compared(self, reference: npt.NDArray[np.float64]) -> _Loop:
+        loss = self.objective.sequence_loss
+        assert loss is not None
+        objective = dataclasses.replace(self.objective, sequence_loss=with_reference(loss, reference))
+        return dataclasses.replace(self, objective=objective)
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
         """All steps from a place on, or those until the run is asked to end.
@@ -377,7 +402,7 @@ class _Loop:
         try:
             loss_sum, router_loss = self._run_batch(local, plan.batch)
         except NumericsError as error:  # a loss of sequences, which all ranks compute alike
-            raise everywhere(error) from None
+            raise everywhere(NumericsError(f"step {step}: {error}")) from None
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
