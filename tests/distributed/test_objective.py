@@ -167,8 +167,11 @@ def test_A14_a_run_by_dpo_is_the_same_on_other_ranks_and_resumes(pool: RankPool,
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 3)
     assert pool.run(train_rank, tmp_path / "stopped", config, "auto", ranks=4) == [None] * 4
     assert losses(stopped) == losses(run)
+    older = str(stopped / "checkpoints" / "step-000004")  # a new run, which compares with the same
+    assert pool.run(train_rank, tmp_path / "stopped", config, older, ranks=4) == [None] * 4
+    assert losses(stopped.parent / "tiny-2") == losses(run)
     (stopped / "reference.npy").unlink()
-    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), "auto", ranks=4))
+    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), str(stopped), ranks=4))
     assert refusal is not None
     assert refusal.kind == "CheckpointError"
     assert re.match(r"train\.reference is true, but .*reference\.npy, which was made when the", refusal.sentence)
