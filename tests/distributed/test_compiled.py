@@ -268,6 +268,22 @@ def test_G28_other_models_compiled_have_the_gradients_of_one_process(pool: RankP
     check(pool.run(run_plans, case, [plan, replace(case, recompute=False).made.to_json()], ranks=2, timeout_s=240.0)[0])
 
 
+def run_bfloat16(rank: int, num_ranks: int, case: Case) -> Verification:
+    """Compiled against uncompiled."""
+    links, found = make_tree_links(case.made, rank), []
+    with without_the_compilers_warnings():
+        for compiler in ("aot_eager", None):
+            each = replace(case, compiler=compiler)
+            options: Any = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            found.append(gradients(make_executor(each, rank, links=links, **options), case.made))
+    return compare_gradients(found[0], found[1], 1)
+
+
+@pytest.mark.slow
+def test_G28_bfloat16_rounds_where_uncompiled_code_does(pool: RankPool) -> None:
+    check([pool.run(run_bfloat16, Case(QWEN3, nested_plan(PAIR).to_json()), ranks=2, timeout_s=240.0)[0]])
+
+
 def run_compiled_adapters(rank: int, num_ranks: int, case: Case) -> list[Verification]:
     from tests.distributed.test_lora import run_adapters  # skips where PEFT is missing
 
