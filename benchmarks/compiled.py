@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from benchmarks.common import interleave, ratio, where
+from benchmarks.common import Ratio, interleave, ratio, where
 from nestsp.attention.kernels import CpuFlash
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import GroupTree
@@ -32,9 +33,10 @@ from nestsp.model.derive import model_shape
 from nestsp.model.root import LossRoot
 from nestsp.plan import Plan
 
+VOCABULARY = 512
 MODEL = {
     "model_type": "qwen3",
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 3,
@@ -73,7 +75,7 @@ def make_executors(dtype: torch.dtype) -> dict[str, Executor]:
 
 def read(identity: int, start: int, stop: int) -> Any:
     """Random tokens."""
-    return np.random.default_rng(identity).integers(0, MODEL["vocab_size"], stop)[start:]
+    return np.random.default_rng(identity).integers(0, VOCABULARY, stop)[start:]
 
 
 def step_s(executor: Executor, plan: Plan) -> float:
@@ -107,31 +109,35 @@ def kept_bytes(executor: Executor, plan: Plan) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
+def speed(uncompiled: Executor, compiled: Executor, kept_layers: int) -> Ratio:
+    """Processor time of uncompiled steps over compiled ones, each of another length."""
+    lengths = iter(range(LENGTH, LENGTH + 4 * NUM_PAIRS))
+
+    def step_of(executor: Executor) -> float:
+        return step_s(executor, plan_of(next(lengths), kept_layers))
+
+    return ratio(*interleave(partial(step_of, uncompiled), partial(step_of, compiled), NUM_PAIRS))
+
+
 def main() -> None:
     """Measure and print."""
-    print(f"one process, {torch.get_num_threads()} thread; {where()}")
+    print(f"one process; {where()}")
     for dtype in (torch.float32, torch.bfloat16):
         executors = make_executors(dtype)
         uncompiled, compiled = executors["uncompiled"], executors["compiled"]
         counters.clear()
         first_s = sum(step_s(compiled, plan_of(length, 0)) for length in FIRST_LENGTHS)
         pieces = counters["stats"]["unique_graphs"]
-        print(f"{dtype}: {pieces} pieces compiled in the first two steps, {first_s:.1f} s beside the compiler's own")
+        print(f"{dtype}: {pieces} pieces compiled in the first two steps, {first_s:.1f} s of this process")
         expected = gradient(executors["float32"], plan_of(LENGTH, 0))
         for name, executor in (("uncompiled", uncompiled), ("compiled", compiled)):
             error = float((gradient(executor, plan_of(LENGTH, 0)) - expected).norm() / expected.norm())
-            kept = [kept_bytes(executor, plan_of(LENGTH, layers)) for layers in (0, 3)]
-            print(
-                f"  {name}: gradient {error:.1e} from float32's, {(kept[1] - kept[0]) / LENGTH / 3:,.0f} bytes a token"
-            )
+            none, all_layers = (kept_bytes(executor, plan_of(LENGTH, layers)) for layers in (0, 3))
+            token_bytes = (all_layers - none) / LENGTH / 3
+            print(f"  {name}: gradient {error:.1e} from float32's; a kept layer keeps {token_bytes:,.0f} bytes a token")
         for kept_layers in (0, 3):
-            lengths = iter(range(LENGTH, LENGTH + 4 * NUM_PAIRS))
-
-            def of(executor: Executor, kept_layers: int = kept_layers, lengths: Any = lengths) -> float:
-                return step_s(executor, plan_of(next(lengths), kept_layers))
-
-            a, b = interleave(lambda: of(uncompiled), lambda: of(compiled), NUM_PAIRS)  # noqa: B023
-            print(f"  {kept_layers} of 3 layers kept: uncompiled over compiled {ratio(a, b)}")
+            gain = speed(uncompiled, compiled, kept_layers)
+            print(f"  {kept_layers} of 3 layers kept: uncompiled over compiled {gain}")
         assert counters["stats"]["unique_graphs"] == pieces, "later lengths compiled something"
 
 
