@@ -86,10 +86,11 @@ class DataSource(_Section):
         ".parquet file, or a folder of them; a folder of text files; a folder that Hugging Face datasets saved with "
         "save_to_disk; or a data set's name on the Hugging Face Hub, such as org/name",
     )
-    format: Literal["auto", "text", "tokens", "chat", "prompt_completion"] = Field(
+    format: Literal["auto", "text", "tokens", "chat", "prompt_completion", "preference"] = Field(
         "auto",
-        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages') or prompt_completion "
-        "('prompt' and 'completion'); auto tells it by the columns",
+        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages'), prompt_completion "
+        "('prompt' and 'completion') or preference ('prompt', 'chosen' and 'rejected', which are two samples); auto "
+        "tells it by the columns",
     )
     split: str = Field("train", description="which split of a saved data set or of one on the Hub")
     subset: str | None = Field(None, description="which configuration of a data set on the Hub")
@@ -148,7 +149,7 @@ class DataConfig(DataSource):
     samples_together: PositiveInt = Field(
         1,
         description="neighbouring samples that stay together: they are shuffled as one and come in one step, such as 2 "
-        "for rows that are chosen and rejected answers by turns (train.sequence_loss)",
+        "for pairs of chosen and rejected answers (train.sequence_loss)",
     )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
     workers: PositiveInt | None = Field(

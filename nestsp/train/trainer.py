@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -236,9 +235,13 @@ class _Loop:
     def rehearse(self) -> None:
         """Run the longest step and forget it."""
         self.executor.place.task = "rehearses the longest samples' step"
-        run = self._run_batch
+        objective, samples = self.objective, self.prepared.samples
         if self.prepared.config.train.reference:  # which is not taken yet, and may cost hours
-            run = self._compared(np.zeros(self.prepared.samples.num_samples))._run_batch
+            objective = self._compared(np.zeros(samples.num_samples))
+
+        def run(local: LocalBatch, batch: SequenceBatch) -> None:
+            objective.run(self.executor, local, batch, samples.targets(batch).weight)
+
         with self.screen.progress("rehearsing", None):
             line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, run)
         self.screen.say(line)
@@ -252,13 +255,12 @@ class _Loop:
             self.executor.place.task = "takes the reference's likelihoods"
             with self.screen.progress("reference", None) as bar:
                 reference = take_reference(self.prepared, self.task, self.world, self.executor, self.folder, bar)
-        self.objective = self._compared(reference).objective
+        self.objective = self._compared(reference)
 
-    def _compared(self, reference: npt.NDArray[np.float64]) -> _Loop:
+    def _compared(self, reference: npt.NDArray[np.float64]) -> Objective:
         loss = self.objective.sequence_loss
         assert loss is not None
-        objective = dataclasses.replace(self.objective, sequence_loss=with_reference(loss, reference))
-        return dataclasses.replace(self, objective=objective)
+        return dataclasses.replace(self.objective, sequence_loss=with_reference(loss, reference))
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
         """All steps from a place on, or those until the run is asked to end.
@@ -400,7 +402,7 @@ class _Loop:
         targets = self.prepared.samples.targets(plan.batch)
         put_back = remember_counts(self.executor)
         try:
-            loss_sum, router_loss = self._run_batch(local, plan.batch)
+            loss_sum, router_loss = self.objective.run(self.executor, local, plan.batch, targets.weight)
         except NumericsError as error:  # a loss of sequences, which all ranks compute alike
             raise everywhere(NumericsError(f"step {step}: {error}")) from None
         turns = self.executor.timer.take()
@@ -413,7 +415,11 @@ class _Loop:
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if denominator := self.objective.denominator(targets.weight):
-            again = partial(self._run_again, local, plan.batch, put_back)
+
+            def again() -> None:
+                put_back()
+                self.objective.run(self.executor, local, plan.batch, targets.weight)
+
             loss = self._finite("loss", total_loss / denominator, step, local, again)
             norm = update(
                 self.executor.root,
@@ -465,15 +471,6 @@ class _Loop:
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
         return _Step(record, plan, taken.after, reports)
-
-    def _run_batch(self, local: LocalBatch, batch: SequenceBatch) -> tuple[float, float | None]:
-        """See `Objective.run`."""
-        weight = self.prepared.samples.targets(batch).weight
-        return self.objective.run(self.executor, local, batch, weight)
-
-    def _run_again(self, local: LocalBatch, batch: SequenceBatch, put_back: Callable[[], None]) -> None:
-        put_back()
-        self._run_batch(local, batch)
 
     def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()

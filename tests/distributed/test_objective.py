@@ -115,14 +115,17 @@ def test_A14_a_users_loss_and_the_routers_together_have_the_gradients_of_one_pro
 # --- By name, in a run ---------------------------------------------------------------------------
 
 
-def write_pairs(folder: Path, module: str) -> None:
-    """Pairs of unequal lengths: sorted letters, then the same unsorted; and the losses of the documentation."""
+def write_pairs(folder: Path, module: str, *, as_rows: bool = False) -> None:
+    """Pairs of unequal lengths: sorted letters are chosen over unsorted ones; and the documented losses."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(8):
         letters = "hgfedcba"[: 3 + number % 5] * (1 + 3 * number % 7)
-        rows += [{"prompt": f"{number}: ", "completion": "".join(sorted(letters))}]
-        rows += [{"prompt": f"{number}: ", "completion": letters}]
+        chosen, prompt = "".join(sorted(letters)), f"{number}: "
+        if as_rows:
+            rows += [{"prompt": prompt, "chosen": chosen, "rejected": letters}]
+        else:
+            rows += [{"prompt": prompt, "completion": answer} for answer in (chosen, letters)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{module}.py").write_text(documented())
 
@@ -141,7 +144,7 @@ def test_A14_a_run_by_dpo_is_the_same_on_other_ranks_and_resumes(pool: RankPool,
     more = ("train.sequence_loss=pairs_of_a_test:dpo", "train.reference=true", "train.longest_first=true")
     config = tiny(*PAIRED, *more, "train.router_loss=counting_pass")
     for name in ("straight", "alone"):
-        write_pairs(tmp_path / name, "pairs_of_a_test")
+        write_pairs(tmp_path / name, "pairs_of_a_test", as_rows=True)
     assert pool.run(train_rank, tmp_path / "straight", config, None, ranks=4) == [None] * 4
     run = tmp_path / "straight" / "runs" / "tiny-1"
     plans = read_plans(run)
@@ -164,8 +167,11 @@ def test_A14_a_run_by_dpo_is_the_same_on_other_ranks_and_resumes(pool: RankPool,
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 3)
     assert pool.run(train_rank, tmp_path / "stopped", config, "auto", ranks=4) == [None] * 4
     assert losses(stopped) == losses(run)
+    older = str(stopped / "checkpoints" / "step-000004")  # a new run, which compares with the same
+    assert pool.run(train_rank, tmp_path / "stopped", config, older, ranks=4) == [None] * 4
+    assert losses(stopped.parent / "tiny-2") == losses(run)
     (stopped / "reference.npy").unlink()
-    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), "auto", ranks=4))
+    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), str(stopped), ranks=4))
     assert refusal is not None
     assert refusal.kind == "CheckpointError"
     assert re.match(r"train\.reference is true, but .*reference\.npy, which was made when the", refusal.sentence)
