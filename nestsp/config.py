@@ -86,10 +86,11 @@ class DataSource(_Section):
         ".parquet file, or a folder of them; a folder of text files; a folder that Hugging Face datasets saved with "
         "save_to_disk; or a data set's name on the Hugging Face Hub, such as org/name",
     )
-    format: Literal["auto", "text", "tokens", "chat", "prompt_completion"] = Field(
+    format: Literal["auto", "text", "tokens", "chat", "prompt_completion", "preference"] = Field(
         "auto",
-        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages') or prompt_completion "
-        "('prompt' and 'completion'); auto tells it by the columns",
+        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages'), prompt_completion "
+        "('prompt' and 'completion') or preference ('prompt', 'chosen' and 'rejected', which are two samples); auto "
+        "tells it by the columns",
     )
     split: str = Field("train", description="which split of a saved data set or of one on the Hub")
     subset: str | None = Field(None, description="which configuration of a data set on the Hub")
@@ -148,7 +149,7 @@ class DataConfig(DataSource):
     samples_together: PositiveInt = Field(
         1,
         description="neighbouring samples that stay together: they are shuffled as one and come in one step, such as 2 "
-        "for rows that are chosen and rejected answers by turns (train.sequence_loss)",
+        "for pairs of chosen and rejected answers (train.sequence_loss)",
     )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
     workers: PositiveInt | None = Field(
@@ -355,6 +356,11 @@ class TrainConfig(_Section):
         description="your own loss of whole sequences, module:function, called as function(sums) (docs/losses.md); "
         "null for a loss of tokens",
     )
+    reference: bool = Field(
+        False,
+        description="before the first step, take each sample's likelihood under the model as it is then, which "
+        "sequence_loss finds in sums.reference_S (DPO); costs a forward pass over the data",
+    )
     loss_kernel: Literal["auto", "torch", "liger"] = Field(
         "auto",
         description="of head and likelihoods: auto (Liger's fused kernel on GPUs, where liger-kernel is installed and "
@@ -417,6 +423,11 @@ class TrainConfig(_Section):
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
 
+    @field_validator("router_loss", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a plain off so
+
     @field_validator("trace_steps", mode="before")
     @classmethod
     def _two_steps(cls, value: Any) -> Any:
@@ -458,6 +469,11 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"train has token_loss {self.token_loss!r} and sequence_loss {self.sequence_loss!r}, but a run has one "
                 "loss; leave one of them out"
+            )
+        if self.reference and self.sequence_loss is None:
+            raise ValueError(
+                "train.reference is true, but there is no train.sequence_loss that compares with it; set one, or leave "
+                "train.reference out"
             )
         if self.offload and self.recompute is False:
             raise ValueError(

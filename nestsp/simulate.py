@@ -39,7 +39,7 @@ from nestsp.cost.compute import Direction
 from nestsp.cost.memory import RankTokens
 from nestsp.cost.model import CostModel
 from nestsp.cost.work import Work, sequence_work
-from nestsp.plan import Keep, Placement, Plan
+from nestsp.plan import GatherTurns, Keep, Placement, Plan
 from nestsp.schedule import Pass, Schedule, Turn, num_exchanges, turn_name
 from nestsp.shape import ModelShape
 
@@ -47,6 +47,7 @@ __all__ = [
     "Event",
     "Timeline",
     "imbalance",
+    "place_gathers",
     "plan_peak_bytes",
     "plan_work",
     "rank_tokens",
@@ -58,6 +59,8 @@ Ints = npt.NDArray[np.int64]
 # What a turn costs depends on: level, ring degree, slices, keep.
 Chain = tuple[int, int, int, Keep]
 Track = Literal["computation", "host links", "network"]
+
+_ALL = slice(None)
 
 # A layer moves all clocks alike if they differ by no more than this fraction of its time.
 _SAME = 1e-9
@@ -99,9 +102,11 @@ class Timeline:
         computing_s: float64 [ranks], its computation stream is busy.
         exchanging_s: float64 [ranks], it idles, every member has issued what it waits for, and the links are at it.
         waiting_s: float64 [ranks], it idles because a peer is late.
-        layers_s: float64 [microbatches, ranks], what each rank's own layers take: computation, and the exchanges that
-            nothing hides. Head, gathers and late peers are left out: so it tells who has too much.
+        layers_s: float64 [microbatches, ranks], computation of each rank's layers; the head is left out.
+        unhidden_s: float64 [microbatches, ranks], the part of `exchanging_s` that it idles for its groups' exchanges.
         peak_bytes: float64 [ranks], the most memory in any microbatch.
+        is_rough: Its times are carried on from the first layers, though ranks were still drifting apart there; or they
+            were found beside others, and so may be rounded otherwise.
         events: What happened, if it was recorded.
     """
 
@@ -112,7 +117,9 @@ class Timeline:
     exchanging_s: Floats
     waiting_s: Floats
     layers_s: Floats
+    unhidden_s: Floats
     peak_bytes: Floats
+    is_rough: bool = False
     events: tuple[Event, ...] = ()
 
     @property
@@ -128,23 +135,23 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One turn of some groups of one level.
+    """One turn of some groups of one level; arrays hold all groups of the level.
 
     Attributes:
         number: Of the turn.
-        ranks: int64 [groups, degree].
+        groups: int64 [moving], the groups that take it, by their number within the level.
         chain: Names these groups within a layer's pass, so that a turn finds what the one before it issued.
         waits: The groups have an exchange in flight.
-        before_s: float64 [groups, degree], computation before the exchange is issued.
-        after_s: The same after it.
-        exchange_s: float64 [groups], length of the exchange that it issues, or None.
+        before_s: float64 [groups, degree], computation before the exchange is issued; 0 for groups that do not move.
+        after_s: The same after it, or None.
+        exchange_s: float64 [groups], length of the exchange that it issues, or None; -inf for groups that do not move.
         network: The exchange crosses hosts.
     """
 
     name: str
     level: int
     number: int
-    ranks: Ints
+    groups: Ints
     chain: Chain
     waits: bool
     before_s: Floats
@@ -157,6 +164,12 @@ class _Move:
         """Not so where an output was kept: its group is not there in the recompute."""
         return self.waits or self.exchange_s is not None or bool(self.before_s.any())
 
+    @property
+    def computing_s(self) -> Floats:
+        """float64 [ranks], all its computation."""
+        both = self.before_s if self.after_s is None else self.before_s + self.after_s
+        return both.ravel()
+
     def unhidden(self) -> _Move:
         """The same with nothing computed while its exchange travels."""
         if self.after_s is None:
@@ -164,104 +177,124 @@ class _Move:
         return replace(self, before_s=self.before_s + self.after_s, after_s=None)
 
 
+Flight = tuple[Floats, Floats]  # when the last member has issued a communication, and when it is over
+Rows = slice | Ints  # some of the variants
+
+
 @dataclass(slots=True)
 class _Clocks:
-    """Times of all streams of all ranks, while they are walked."""
+    """Times of all streams of all ranks, while they are walked: some variants of one plan side by side.
+
+    A group that does not move has -inf where others have times, which no maximum sees.
+
+    Attributes:
+        now_s: float64 [variants, ranks], where each rank's computation is.
+        links_s: The same of the two classes of links: until when their queues are full.
+        exchanging_s: float64 [variants, ranks], so long each rank idled for its groups' exchanges.
+        gathering_s: The same for gathers and reductions.
+    """
 
     now_s: Floats
     links_s: tuple[Floats, Floats]
-    exposed_s: Floats
-    computed_s: Floats
-    own_s: Floats
-    in_flight: dict[Chain, tuple[Floats, Floats]] = field(default_factory=dict)
-    gather_s: tuple[float, float] = (0.0, 0.0)
-    reduce_s: tuple[float, float] = (0.0, 0.0)
+    exchanging_s: Floats
+    gathering_s: Floats
+    gather_s: Flight
+    reduce_s: Flight
+    most_layers: int
+    in_flight: dict[Chain, Flight] = field(default_factory=dict)
     events: list[Event] | None = None
     microbatch: int = 0
     layer: int = -1
+    is_rough: bool = False
+
+    @classmethod
+    def of(cls, num_variants: int, num_ranks: int, *, record: bool, most_layers: int) -> _Clocks:
+        now, host, network, exchanging, gathering = np.zeros((5, num_variants, num_ranks))
+        gather, reduce = np.zeros((2, 2, num_variants))
+        return cls(
+            now, (host, network), exchanging, gathering, (gather[0], gather[1]), (reduce[0], reduce[1]), most_layers,
+            events=[] if record else None,
+        )  # fmt: skip
 
     def compute(self, seconds: Floats, name: str) -> None:
         start = self.now_s
         self.now_s = start + seconds
-        self.computed_s += seconds
-        self.own_s += seconds
         if self.events is not None:
-            self._record(name, "computation", np.arange(len(start)), start, self.now_s)
+            self._record(name, "computation", np.arange(len(seconds)), start[0], self.now_s[0])
 
     def collective(
-        self, seconds: float, network: bool, name: str, issued_s: Floats | None = None
-    ) -> tuple[float, float]:
-        """One communication of all ranks, each of which issues it now, or when it says; when the last has issued it,
-        and when it is over.
-        """
+        self, seconds: float, network: bool, name: str, issued_s: Floats | None = None, rows: Rows = _ALL
+    ) -> Flight:
+        """One communication of all ranks, issued now or when they say, in some of the variants."""
+        ready: Floats = (self.now_s if issued_s is None else issued_s)[rows].max(axis=1)
         if seconds == 0.0:
-            return -np.inf, -np.inf
-        ready = float((self.now_s if issued_s is None else issued_s).max())
+            return np.full_like(ready, -np.inf), np.full_like(ready, -np.inf)
         links = self.links_s[network]
-        start = max(ready, float(links.max()))
-        links[:] = start + seconds
+        start = np.maximum(ready, links[rows].max(axis=1))
+        end = start + seconds
+        links[rows] = end[:, None]
         if self.events is not None:
-            ranks = np.arange(len(links))
-            self._record(name, _TRACKS[network], ranks, np.full(len(ranks), start), links.copy())
-        return ready, start + seconds
+            ranks = np.arange(links.shape[1])
+            self._record(name, _TRACKS[network], ranks, np.full(len(ranks), start[0]), links[0].copy())
+        return ready, end
 
-    def wait(self, ready_end: tuple[float, float]) -> None:
-        ready, end = ready_end
-        self.exposed_s += np.maximum(0.0, end - np.maximum(self.now_s, ready))
+    def wait(self, flight: Flight) -> None:
+        ready, end = (each[:, None] for each in flight)
+        self.gathering_s += np.maximum(0.0, end - np.maximum(self.now_s, ready))
         self.now_s = np.maximum(self.now_s, end)
 
     def move(self, move: _Move) -> Floats:
-        """Take a turn; float64 [groups, degree], when each rank issues its exchange, if there is one."""
-        ranks = move.ranks
-        now = self.now_s[ranks]
+        """Take a turn; float64 [variants, ranks], when each rank issues its exchange, or -inf if it has none."""
+        by_group = (len(self.now_s), *move.before_s.shape)
+        now = self.now_s.reshape(by_group)
         if move.waits:
-            ready, end = self.in_flight[move.chain]
-            exposed = np.maximum(0.0, end[:, None] - np.maximum(now, ready[:, None]))
-            self.exposed_s[ranks] += exposed
-            self.own_s[ranks] += exposed
-            now = np.maximum(now, end[:, None])
-        start = now
-        now = now + move.before_s
-        self.computed_s[ranks] += move.before_s
-        self.own_s[ranks] += move.before_s
+            ready, end = (each[:, :, None] for each in self.in_flight[move.chain])
+            idle = self.exchanging_s.reshape(by_group)
+            idle += np.maximum(0.0, end - np.maximum(now, ready))
+            now = np.maximum(now, end)
+        start, now = now, now + move.before_s
         if self.events is not None:
-            self._record(move.name, "computation", ranks, start, now, move.level)
+            self._record_turn(move, start, now)
+        issued = now
         if move.exchange_s is not None:
-            links = self.links_s[move.network]
-            ready = now.max(axis=1)
-            begin = np.maximum(ready, links[ranks].max(axis=1))
+            links = self.links_s[move.network].reshape(by_group)
+            ready = now.max(axis=2)
+            begin = np.maximum(ready, links.max(axis=2))
             end = begin + move.exchange_s
-            links[ranks] = end[:, None]
+            np.maximum(links, end[:, :, None], out=links)
             self.in_flight[move.chain] = (ready, end)
             if self.events is not None:
-                spread = np.ones(ranks.shape)
-                begins, ends = begin[:, None] * spread, end[:, None] * spread
-                self._record(move.name, _TRACKS[move.network], ranks, begins, ends, move.level)
-        issued = now
+                spread = np.ones(by_group)
+                self._record_turn(move, begin[:, :, None] * spread, end[:, :, None] * spread, _TRACKS[move.network])
         if move.after_s is not None:
-            start = now
-            now = now + move.after_s
-            self.computed_s[ranks] += move.after_s
-            self.own_s[ranks] += move.after_s
+            start, now = now, now + move.after_s
             if self.events is not None:
-                self._record(move.name, "computation", ranks, start, now, move.level)
-        self.now_s[ranks] = now
+                self._record_turn(move, start, now)
+        self.now_s = now.reshape(self.now_s.shape)
         return issued
 
     def state(self) -> Floats:
-        """All times that decide what comes; what lies before a rank's own clock no longer does."""
-        first = self.now_s.min()
-        single = np.maximum(first, [*self.gather_s, *self.reduce_s])
-        return np.concatenate([self.now_s, *(np.maximum(self.now_s, link) for link in self.links_s), single])
+        """All times that decide what comes; what lies before a rank's own clock no longer does.
+
+        float64 [variants, times].
+        """
+        first = self.now_s.min(axis=1)
+        single = [np.maximum(first, each)[:, None] for each in (*self.gather_s, *self.reduce_s)]
+        return np.concatenate([self.now_s, *(np.maximum(self.now_s, link) for link in self.links_s), *single], axis=1)
 
     def shift(self, seconds: Floats) -> None:
         """Let all times pass, in the order of `state`."""
-        num_ranks = len(self.now_s)
+        num_ranks = self.now_s.shape[1]
         state = self.state() + seconds
-        self.now_s = state[:num_ranks]
-        self.links_s = (state[num_ranks : 2 * num_ranks].copy(), state[2 * num_ranks : 3 * num_ranks].copy())
-        gather_ready, gather_end, reduce_ready, reduce_end = (float(t) for t in state[3 * num_ranks :])
+        self.now_s, host, network = (state[:, at * num_ranks : (at + 1) * num_ranks].copy() for at in range(3))
+        self.links_s = (host, network)
+        gather_ready, gather_end, reduce_ready, reduce_end = state[:, 3 * num_ranks :].T.copy()
         self.gather_s, self.reduce_s = (gather_ready, gather_end), (reduce_ready, reduce_end)
+
+    def _record_turn(self, move: _Move, starts_s: Floats, ends_s: Floats, track: Track = "computation") -> None:
+        degree = starts_s.shape[2]
+        ranks = move.groups[:, None] * degree + np.arange(degree)
+        self._record(move.name, track, ranks, starts_s[0, move.groups], ends_s[0, move.groups], move.level)
 
     def _record(self, name: str, track: Track, ranks: Ints, starts_s: Floats, ends_s: Floats, level: int = -1) -> None:
         assert self.events is not None
@@ -282,33 +315,64 @@ def simulate(schedule: Schedule, cost: CostModel, *, record: bool = False) -> Ti
         cost: What everything costs.
         record: Also walk every layer, and return what happened as events.
     """
-    assert schedule.plan.tree == cost.tree
-    num_ranks = cost.tree.num_ranks
-    now, host, network, exposed, computed, own = np.zeros((6, num_ranks))
-    clocks = _Clocks(now, (host, network), exposed, computed, own, events=[] if record else None)
-    microbatch_s: list[float] = []
-    layers_s = np.zeros((len(schedule.plan.microbatches), num_ranks))
-    tokens = [rank_tokens(schedule.plan, number, cost) for number in range(len(layers_s))]
-    for number in range(len(layers_s)):
+    return _simulate_best([schedule], cost, record=record)
+
+
+def place_gathers(
+    schedule: Schedule, cost: CostModel, choices: Sequence[GatherTurns], *, most_layers: int | None = None
+) -> Timeline:
+    """The timeline of the same plan that gathers parameters where it then ends first; its schedule says where.
+
+    All choices are walked side by side, which takes little longer than to walk one.
+
+    Args:
+        schedule: See `simulate`.
+        cost: What everything costs.
+        choices: Where parameters may be gathered; the first of the best is taken.
+        most_layers: So many layers of a kind are walked at most; None for as many as it takes.
+    """
+    schedules = [replace(schedule, plan=replace(schedule.plan, gathers=each)) for each in choices]
+    return _simulate_best(schedules, cost, most_layers=most_layers)
+
+
+def _simulate_best(
+    schedules: Sequence[Schedule], cost: CostModel, *, record: bool = False, most_layers: int | None = None
+) -> Timeline:
+    """The timeline of the schedule that ends first; they differ in where they gather parameters alone."""
+    plan = schedules[0].plan
+    assert plan.tree == cost.tree
+    num_ranks, num_microbatches = cost.tree.num_ranks, len(plan.microbatches)
+    clocks = _Clocks.of(len(schedules), num_ranks, record=record, most_layers=most_layers or cost.shape.num_layers)
+    ends_s = np.zeros((num_microbatches + 1, len(schedules)))
+    layers_s = np.zeros((num_microbatches, num_ranks))
+    unhidden_s = np.zeros((num_microbatches, len(schedules), num_ranks))
+    tokens = [rank_tokens(plan, number, cost) for number in range(num_microbatches)]
+    computing_s = np.full(num_ranks, cost.update_s)
+    for number, held in enumerate(tokens):
         clocks.microbatch = number
-        started = float(clocks.now_s.max())
-        clocks.own_s = layers_s[number]
-        _walk_microbatch(schedule, number, tokens[number], cost, clocks)
-        microbatch_s.append(float(clocks.now_s.max()) - started)
-    clocks.own_s = own
+        clocks.exchanging_s = unhidden_s[number]
+        # A rank without tokens runs one filler token.
+        local = np.maximum(1.0, held.local)
+        layers_s[number] = _walk_microbatch(schedules, number, local, cost, clocks)
+        computing_s += layers_s[number] + cost.head_s * local
+        ends_s[number + 1] = clocks.now_s.max(axis=1)
     clocks.wait(clocks.collective(cost.comm.ring_latency_s, cost.comm.crosses_hosts, "gradient norm"))
     clocks.compute(np.full(num_ranks, cost.update_s), "update")
-    makespan = float(clocks.now_s.max())
-    waiting = np.maximum(0.0, makespan - clocks.computed_s - clocks.exposed_s)
+    makespans = clocks.now_s.max(axis=1)
+    best = int(makespans.argmin())
+    makespan = float(makespans[best])
+    exchanging = clocks.gathering_s[best] + unhidden_s[:, best].sum(axis=0)
     return Timeline(
-        schedule=schedule,
+        schedule=schedules[best],
         makespan_s=makespan,
-        microbatch_s=tuple(microbatch_s),
-        computing_s=clocks.computed_s,
-        exchanging_s=clocks.exposed_s,
-        waiting_s=waiting,
+        microbatch_s=tuple(np.diff(ends_s[:, best]).tolist()),
+        computing_s=computing_s,
+        exchanging_s=exchanging,
+        waiting_s=np.maximum(0.0, makespan - computing_s - exchanging),
         layers_s=layers_s,
-        peak_bytes=_peak_bytes(schedule.plan, tokens, cost),
+        unhidden_s=unhidden_s[:, best],
+        peak_bytes=_peak_bytes(plan, tokens, cost),
+        is_rough=clocks.is_rough or len(schedules) > 1,
         events=tuple(clocks.events or ()),
     )
 
@@ -325,59 +389,75 @@ def _peak_bytes(plan: Plan, tokens: Sequence[RankTokens], cost: CostModel) -> Fl
     return peak
 
 
-def _walk_microbatch(schedule: Schedule, number: int, held: RankTokens, cost: CostModel, clocks: _Clocks) -> None:
-    microbatch = schedule.plan.microbatches[number]
-    num_layers, num_kept = cost.shape.num_layers, microbatch.num_kept_layers
-    network = cost.comm.crosses_hosts
-    # A rank without tokens runs one filler token.
-    tokens = np.maximum(1.0, held.local)
+def _walk_microbatch(
+    schedules: Sequence[Schedule], number: int, tokens: Floats, cost: CostModel, clocks: _Clocks
+) -> Floats:
+    """Let the clocks pass a microbatch; float64 [ranks], the computation of its layers."""
+    schedule, plan = schedules[0], schedules[0].plan
+    num_layers, num_kept = cost.shape.num_layers, plan.microbatches[number].num_kept_layers
+    network, num_ordered = cost.comm.crosses_hosts, max(each.plan.gathers.num_levels for each in schedules)
     before_s, after_s = cost.compute.before_s * tokens, cost.compute.after_s * tokens
-    sizes = _LevelSizes.of(schedule.plan, number, cost)
+    sizes = _LevelSizes.of(plan, number, cost)
     moves = {which: _moves(schedule, number, which, sizes, cost) for which in Pass}
-
-    num_ordered = schedule.plan.gathers.num_levels
-    for which in (Pass.FORWARD, Pass.BACKWARD):
-        if schedule.gather_turn(which):
+    turns = {which: _rows_by_turn(schedules, which) for which in (Pass.FORWARD, Pass.BACKWARD)}
+    for which, rows_by_turn in turns.items():
+        if max(rows_by_turn):
             on_links = [move for move in moves[which] if move.exchange_s is not None and move.network == network]
             assert all(move.level < num_ordered for move in on_links), "the links' queue would be another on some ranks"
 
-    def prefetch(name: str, issued_s: Floats | None = None) -> None:
-        clocks.gather_s = clocks.collective(cost.layer_gather_s, network, name, issued_s)
+    def prefetch(name: str, issued_s: Floats | None = None, rows: Rows = _ALL) -> None:
+        for times, moment in zip(
+            clocks.gather_s, clocks.collective(cost.layer_gather_s, network, name, issued_s, rows), strict=True
+        ):
+            times[rows] = moment
 
-    def begin(which: Pass, gather: str) -> tuple[str, Floats]:
-        """A layer's begin: wait for its parameters; what is still to gather among the turns, and when each begins."""
-        clocks.wait(clocks.gather_s)
-        begun_s = clocks.now_s.copy()
-        if gather and schedule.gather_turn(which) == 0:
-            prefetch(gather)
-            gather = ""
-        return gather, begun_s
-
-    def attention(which: Pass, gather: str, issued_s: Floats) -> None:
+    def attention(which: Pass) -> None:
         for move in moves[which]:
-            if gather and move.number >= schedule.gather_turn(which):
-                prefetch(gather, issued_s)
-                gather = ""
+            clocks.move(move)
+
+    def attention_and_gather(which: Pass, gather: str, issued_s: Floats) -> None:
+        """A pass, the gather in its place among the turns of each variant."""
+        pending = [turn for turn in turns[which] if turn > 0]
+        for move in moves[which]:
+            while pending and move.number >= pending[0]:
+                prefetch(gather, issued_s, turns[which][pending.pop(0)])
             moved_s = clocks.move(move)
-            if gather and move.exchange_s is not None and move.level < num_ordered:
-                issued_s[move.ranks] = moved_s
-        if gather:
-            prefetch(gather, issued_s)
+            if pending and move.exchange_s is not None and move.level < num_ordered:
+                here = issued_s.reshape(moved_s.shape)
+                here[:, move.groups] = moved_s[:, move.groups]
+        for turn in pending:
+            prefetch(gather, issued_s, turns[which][turn])
+
+    def begin(which: Pass, gather: str) -> Floats:
+        """Wait for the layer's parameters; float64 [variants, ranks], when each rank begins it."""
+        clocks.wait(clocks.gather_s)
+        if gather and 0 in turns[which]:
+            prefetch(gather, None, turns[which][0])
+        begun_s: Floats = clocks.now_s.copy()
+        return begun_s
 
     def forward(layer: int) -> None:
-        gather = begin(Pass.FORWARD, "gather the next layer" if layer + 1 < num_layers else "")
+        gather = "gather the next layer" if layer + 1 < num_layers else ""
+        begun_s = begin(Pass.FORWARD, gather)
         clocks.compute(before_s, "projections")
-        attention(Pass.FORWARD, *gather)
+        if gather:
+            attention_and_gather(Pass.FORWARD, gather, begun_s)
+        else:
+            attention(Pass.FORWARD)
         clocks.compute(after_s, "feed-forward")
 
     def backward(layer: int) -> None:
-        gather = begin(Pass.BACKWARD, "gather the next layer, backward" if layer > 0 else "")
+        gather = "gather the next layer, backward" if layer > 0 else ""
+        begun_s = begin(Pass.BACKWARD, gather)
         if layer < num_layers - num_kept:
             clocks.compute(before_s, "projections, again")
-            attention(Pass.RECOMPUTE, "", clocks.now_s)
+            attention(Pass.RECOMPUTE)
             clocks.compute(after_s, "feed-forward, again")
         clocks.compute(2 * after_s, "feed-forward, backward")
-        attention(Pass.BACKWARD, *gather)
+        if gather:
+            attention_and_gather(Pass.BACKWARD, gather, begun_s)
+        else:
+            attention(Pass.BACKWARD)
         clocks.compute(2 * before_s, "projections, backward")
         clocks.wait(clocks.reduce_s)
         clocks.reduce_s = clocks.collective(cost.layer_reduce_s, network, "reduce the layer's gradients")
@@ -390,32 +470,52 @@ def _walk_microbatch(schedule: Schedule, number: int, held: RankTokens, cost: Co
     clocks.layer = -1
     prefetch("gather the last layer, backward")
     clocks.compute(cost.head_s * tokens, "head and loss")
-    clocks.own_s -= cost.head_s * tokens
     last = num_layers - num_kept
     _repeat(clocks, backward, range(num_layers - 1, last - 1, -1))
     _repeat(clocks, backward, range(last - 1, -1, -1))
     clocks.layer = -1
     clocks.wait(clocks.reduce_s)
     clocks.wait(clocks.collective(cost.root_reduce_s, network, "reduce the root's gradients"))
-    clocks.reduce_s = (0.0, 0.0)
+    clocks.reduce_s = (np.zeros(len(schedules)), np.zeros(len(schedules)))
+    own: dict[Pass, Floats] = {
+        which: np.sum([before_s + after_s, *(move.computing_s for move in moves[which])], axis=0) for which in Pass
+    }
+    both = own[Pass.FORWARD] + own[Pass.BACKWARD] + before_s + after_s
+    layers_s: Floats = num_layers * both + last * own[Pass.RECOMPUTE]
+    return layers_s
+
+
+def _rows_by_turn(schedules: Sequence[Schedule], which: Pass) -> dict[int, Rows]:
+    """The schedules that gather parameters before turns of each number, ascending."""
+    turns = [schedule.gather_turn(which) for schedule in schedules]
+    if len(set(turns)) == 1:
+        return {turns[0]: _ALL}
+    return {turn: np.flatnonzero(np.array(turns) == turn) for turn in sorted(set(turns))}
 
 
 def _repeat(clocks: _Clocks, walk: Callable[[int], None], layers: range) -> None:
-    """Walk identical layers, up to the one from which on each only repeats the one before; pass over the rest."""
+    """Walk identical layers, up to the one from which on each only repeats the one before; pass over the rest.
+
+    After the most layers that are to be walked, all clocks go on as they did in the last one, alike or not.
+    """
     # The last one is walked in any case: it gathers nothing ahead.
-    position = 0
+    position, state = 0, clocks.state()
     while position < len(layers):
         clocks.layer = layers[position]
-        state, sums = clocks.state(), np.array([clocks.exposed_s, clocks.computed_s, clocks.own_s])
+        sums = clocks.exchanging_s.copy(), clocks.gathering_s.copy()
         walk(layers[position])
         position += 1
         remaining = len(layers) - 1 - position
         if clocks.events is not None or remaining <= 0:
             continue
-        moved = clocks.state() - state
-        if moved.max() - moved.min() <= _SAME * moved.max():
+        was, state = state, clocks.state()
+        moved = state - was
+        most = moved.max(axis=1)
+        alike = (most - moved.min(axis=1) <= _SAME * most).all()
+        if alike or position >= clocks.most_layers:
+            clocks.is_rough |= not alike
             clocks.shift(moved * remaining)
-            for total, before in zip((clocks.exposed_s, clocks.computed_s, clocks.own_s), sums, strict=True):
+            for total, before in zip((clocks.exchanging_s, clocks.gathering_s), sums, strict=True):
                 total += (total - before) * remaining
             position += remaining
 
@@ -468,9 +568,13 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
-    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart."""
+    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart.
+
+    Those of the first autograd node come first, also where groups take turns one after another.
+    """
     turns_of: dict[Chain, _Turns] = {}
-    moves = []
+    opening: list[_Move] = []
+    others: list[_Move] = []
     for step in schedule.steps(number, which):
         level, degree = step.turn.level, cost.tree.degree(step.turn.level)
         alike: dict[Chain, list[int]] = {}
@@ -482,8 +586,9 @@ def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cos
         for chain, indices in alike.items():
             groups = np.array(indices, dtype=np.int64)
             move = turns_of[chain].move(step.turn, chain, groups, sizes)
+            moves = opening if step.turn.opens else others
             moves.append(move if schedule.streaming else move.unhidden())
-    return tuple(move for move in moves if move.does_something)
+    return tuple(move for move in opening + others if move.does_something)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,16 +655,19 @@ class _Turns:
             if number >= last - 1:
                 before = before + self._copy_s(tokens, self.payloads[1], at_heads=number == last - 1)
         exchange = self.exchanges[number] if number < last else None
+        num_groups, exchange_s = len(sizes.tokens[level]), None
+        if exchange is not None:
+            exchange_s = _of_all(exchange.latency_s + exchange.s_per_token * tokens, groups, num_groups, -np.inf)
         return _Move(
             name=turn_name(self.degree, self.which, number),
             level=level,
             number=number,
-            ranks=groups[:, None] * self.degree + np.arange(self.degree),
+            groups=groups,
             chain=chain,
             waits=number > 0,
-            before_s=before,
-            after_s=after,
-            exchange_s=None if exchange is None else exchange.latency_s + exchange.s_per_token * tokens,
+            before_s=_of_all(before, groups, num_groups, 0.0),
+            after_s=None if after is None else _of_all(after, groups, num_groups, 0.0),
+            exchange_s=exchange_s,
             network=exchange is not None and exchange.network,
         )
 
@@ -597,6 +705,13 @@ class _Turns:
         per_token_s = at_heads_s if at_heads else np.full(self.degree, at_tokens_s)
         seconds: Floats = self.cost.profile.launch_s + tokens[:, None] * per_token_s
         return seconds
+
+
+def _of_all(values: Floats, groups: Ints, num_groups: int, other: float) -> Floats:
+    """The values of some groups of a level among those of all of them."""
+    every = np.full((num_groups, *values.shape[1:]), other)
+    every[groups] = values
+    return every
 
 
 def _copies_s(payload: Payload, degree: int, ring_degree: int, cost: CostModel) -> tuple[float, Floats]:

@@ -111,7 +111,8 @@ def batch_time_s(model: FlexSPModel, plan: Plan) -> float:
 def _judge(model: FlexSPModel, plan: Plan) -> Verdict:
     linear, attention, exchange = rank_times_s(model, plan)
     busy = linear + attention + exchange
-    return Verdict(float(busy.max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3, busy)
+    makespan_s = float(busy.max(axis=1).sum()) + len(plan.microbatches) * model.beta1_ms / 1e3
+    return Verdict(makespan_s, linear + attention, exchange)
 
 
 def streamed_time_s(model: FlexSPModel, plan: Plan) -> float:
@@ -200,6 +201,8 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         as_any_kind=lambda plan: plan,
         finish=lambda plan: dataclasses.replace(plan),
         evaluate=lambda plan: _judge(model, plan),
+        evaluate_roughly=lambda plan: _judge(model, plan),
+        place_gathers=lambda plan: (plan, _judge(model, plan)),
     )
 
 

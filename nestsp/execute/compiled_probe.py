@@ -68,7 +68,7 @@ def probe_compiled(subject: Subject) -> tuple[int, float]:
     try:
         found = _gradients(subject, model)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"train.compile is true, but torch.compile fails on the {subject.name} ({type(error).__name__}: {reason}); "
             "set train.compile: false"

@@ -14,7 +14,7 @@ backward pass needs the sums of all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -38,11 +38,13 @@ class SequenceSums:
         ids: Of the batch's sequences, in order.
         nll_S: float64 [S], Σ weight × negative log-likelihood of each sequence's targets.
         weight_S: float64 [S], Σ weight of the same targets; 0 for a sequence of one token.
+        reference_S: float64 [S], as ``nll_S`` under the model that the run began with; None unless it was asked for.
     """
 
     ids: tuple[int, ...]
     nll_S: Tensor
     weight_S: Tensor
+    reference_S: Tensor | None = None
 
 
 class SequenceLoss(Protocol):
@@ -84,7 +86,7 @@ def run_sequence_loss(
 
     def slopes(likelihoods: Sequence[Tensor]) -> Tensor:
         nll_S = _sums(executor, local, batch, likelihoods)
-        value, slope_S = _linearise(loss, batch.ids, nll_S, weight_S)
+        value, slope_S = _linearise(loss, SequenceSums(batch.ids, nll_S, weight_S))
         found.append(value)
         return slope_S
 
@@ -125,7 +127,7 @@ def try_loss(loss: SequenceLoss, sums: SequenceSums) -> tuple[float, ...]:
         ConfigError: It returns no scalar that follows from the likelihoods.
         NumericsError: It, or a derivative, is not finite.
     """
-    value, slope_S = _linearise(loss, sums.ids, sums.nll_S, sums.weight_S)
+    value, slope_S = _linearise(loss, sums)
     return (value.item(), *slope_S.tolist())
 
 
@@ -156,17 +158,19 @@ def _sums(executor: Executor, local: LocalBatch, batch: SequenceBatch, values: S
     return sums
 
 
-def _linearise(loss: SequenceLoss, ids: tuple[int, ...], nll_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+def _linearise(loss: SequenceLoss, sums: SequenceSums) -> tuple[Tensor, Tensor]:
     """The loss, and its derivative by each sequence's sum; nan where a sum is not finite, which is no fault of it."""
-    if not nll_S.isfinite().all():
-        return nll_S.new_tensor(torch.nan), torch.full_like(nll_S, torch.nan)
+    if not sums.nll_S.isfinite().all():
+        return sums.nll_S.new_tensor(torch.nan), torch.full_like(sums.nll_S, torch.nan)
     with torch.enable_grad():
-        nll_S = nll_S.detach().requires_grad_()
-        value = loss(SequenceSums(ids, nll_S, weight_S))
+        nll_S = sums.nll_S.detach().requires_grad_()
+        value = loss(replace(sums, nll_S=nll_S))
         require_loss(value, "the result of a loss of sequences", "nll_S")
         (slope_S,) = torch.autograd.grad(value, nll_S)
     if not value.isfinite() or not slope_S.isfinite().all():
-        bad = [identity for identity, slope in zip(ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf]
+        bad = [
+            identity for identity, slope in zip(sums.ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf
+        ]
         raise NumericsError(
             f"the loss is {value.item()}, and its derivative is not finite for sequences {bad[:5]}, but both must be; "
             "no gradient was made of it, so correct the loss"

@@ -84,7 +84,7 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(_small, dynamic=True)(torch.ones(2, 8, device=device))
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = str(error).strip().partition("\n")[0]
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
         raise ModelError(
             f"train.compile is true, but torch.compile does not work on this {device.type} host ({reason}); install "

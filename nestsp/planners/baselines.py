@@ -81,10 +81,9 @@ def judge_best(
     for candidate in sorted(candidates, key=lambda c: c.packing.slowest_s + ground.fixed_s * len(c.packing.loads_s)):
         if candidate.floor_s >= below_s:
             continue
-        plan = ground.finish(candidate.packing.plan(batch, candidate.planner))
-        makespan_s = ground.evaluate(plan).makespan_s
-        if makespan_s < below_s:
-            best, below_s = Judged(plan, makespan_s), makespan_s
+        plan, verdict = ground.judged(ground.finish(candidate.packing.plan(batch, candidate.planner)))
+        if verdict.makespan_s < below_s:
+            best, below_s = Judged(plan, verdict.makespan_s), verdict.makespan_s
     return best
 
 

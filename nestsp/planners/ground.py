@@ -11,10 +11,10 @@ FlexSP's published model does in the benchmarks.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,16 @@ from nestsp.planners.kinds import with_kinds
 from nestsp.planners.levels import Packing
 from nestsp.planners.recompute import spend_memory
 from nestsp.schedule import make_schedule
-from nestsp.simulate import simulate
+from nestsp.simulate import Timeline, place_gathers, simulate
 
-__all__ = ["Ground", "Prices", "Verdict", "cost_ground"]
+__all__ = ["Ground", "Prices", "Verdict", "cost_ground", "gather_choices"]
+
+# Layers of a kind that are walked where a rough verdict is enough: after these most clocks have their pace.
+_ROUGH_LAYERS = 12
+# Choices times ranks that are walked side by side, as long as calls of numpy cost more than their numbers; and how many
+# choices there are at least.
+_SIDE_BY_SIDE = 512
+_LEAST_CHOICES = 3
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,11 +72,20 @@ class Verdict:
 
     Attributes:
         makespan_s: Seconds; infinite if it does not fit into memory.
-        layers_s: float64 [microbatches, ranks], what each rank's own work takes, whatever others do meanwhile.
+        layers_s: float64 [microbatches, ranks], what each rank's own computation takes, head and loss left out.
+        unhidden_s: float64 [microbatches, ranks], what its groups' exchanges add, as far as nothing hides them.
+        is_rough: It comes from a few layers, and may say a percent too little.
     """
 
     makespan_s: float
     layers_s: Floats
+    unhidden_s: Floats
+    is_rough: bool = False
+
+    @property
+    def own_s(self) -> Floats:
+        """float64 [microbatches, ranks], what each rank's own work takes, whatever others do meanwhile."""
+        return self.layers_s + self.unhidden_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,8 @@ class Ground:
         as_any_kind: The same placement, each group of the kind, rings and hybrids among them, that is fastest for it.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
         evaluate: Judges a finished plan.
+        evaluate_roughly: The same in less time, from a few layers.
+        place_gathers: The same plan with its gathers where it is fastest, roughly, and the rough verdict on it.
     """
 
     tree: GroupTree
@@ -126,6 +144,13 @@ class Ground:
     as_any_kind: Callable[[Plan], Plan]
     finish: Callable[[Plan], Plan]
     evaluate: Callable[[Plan], Verdict]
+    evaluate_roughly: Callable[[Plan], Verdict]
+    place_gathers: Callable[[Plan], tuple[Plan, Verdict]]
+
+    def judged(self, plan: Plan) -> tuple[Plan, Verdict]:
+        """A finished plan with its gathers where they are best, and the verdict on it."""
+        plan, verdict = self.place_gathers(plan)
+        return plan, self.evaluate(plan) if verdict.is_rough else verdict
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -284,24 +309,40 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
         in_slices=lambda plan: with_kinds(plan, cost, "ulysses"),
         as_any_kind=lambda plan: with_kinds(plan, cost, "ulysses" if shape.window else "auto"),
-        finish=lambda plan: _gather_after_first_exchanges(spend_memory(plan, cost), cost),
-        evaluate=lambda plan: _judge(plan, cost, streaming),
+        finish=lambda plan: spend_memory(plan, cost),
+        evaluate=lambda plan: _verdict(simulate(make_schedule(plan, streaming=streaming), cost), cost),
+        evaluate_roughly=lambda plan: _glance(plan, (plan.gathers,), cost, streaming)[1],
+        place_gathers=lambda plan: _glance(
+            plan, gather_choices(plan, cost) if streaming else (GatherTurns(),), cost, streaming
+        ),
     )
 
 
-def _gather_after_first_exchanges(plan: Plan, cost: CostModel) -> Plan:
-    """Where exchanges take the gathers' links, the gather follows them: it waits for the slowest of all ranks."""
-    num_levels = sum(_shares_gather_links(level, cost) for level in range(cost.tree.num_levels))
-    if not any(placement.group.level < num_levels for _, placement in plan.placements()):
-        return dataclasses.replace(plan, gathers=GatherTurns())
-    return dataclasses.replace(plan, gathers=GatherTurns(1, 1, num_levels))
+def _glance(plan: Plan, choices: Sequence[GatherTurns], cost: CostModel, streaming: bool) -> tuple[Plan, Verdict]:
+    """The plan with the best of these gathers, and a rough verdict."""
+    timeline = place_gathers(make_schedule(plan, streaming=streaming), cost, choices, most_layers=_ROUGH_LAYERS)
+    return timeline.schedule.plan, _verdict(timeline, cost)
 
 
-def _shares_gather_links(level: int, cost: CostModel) -> bool:
-    return any(link.network == cost.comm.crosses_hosts for link in cost.comm.forward(level))
-
-
-def _judge(plan: Plan, cost: CostModel, streaming: bool) -> Verdict:
-    timeline = simulate(make_schedule(plan, streaming=streaming), cost)
+def _verdict(timeline: Timeline, cost: CostModel) -> Verdict:
     fits = timeline.peak_bytes.max() <= cost.memory_per_rank_bytes
-    return Verdict(timeline.makespan_s if fits else math.inf, timeline.layers_s)
+    makespan_s = timeline.makespan_s if fits else math.inf
+    return Verdict(makespan_s, timeline.layers_s, timeline.unhidden_s, timeline.is_rough)
+
+
+def gather_choices(plan: Plan, cost: CostModel) -> tuple[GatherTurns, ...]:
+    """Where a plan may gather parameters: where a layer begins, or after exchanges that take the same links.
+
+    In the forward pass after the first ones or after all, in the backward pass after the first ones; in pairs of which
+    each was best for some batch.
+    """
+    crossing = cost.comm.crosses_hosts
+    shares = [any(link.network == crossing for link in cost.comm.forward(lv)) for lv in range(cost.tree.num_levels)]
+    kinds = {(p.group.level, p.ring_degree, p.num_slices) for _, p in plan.placements() if shares[p.group.level]}
+    links = [cost.comm.forward(*kind) for kind in kinds]
+    last = max((n for each in links for n, link in enumerate(each, 1) if link.network == crossing), default=0)
+    if not last:
+        return (GatherTurns(),)
+    pairs = dict.fromkeys(((0, 0), (1, 1), (last, 2), (0, 2), (2, 2), (1, 0), (last, 0), (last, 3)))
+    most = max(_LEAST_CHOICES, _SIDE_BY_SIDE // cost.tree.num_ranks)
+    return tuple(GatherTurns(*pair, sum(shares) if any(pair) else 0) for pair in islice(pairs, most))

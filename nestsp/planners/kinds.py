@@ -62,8 +62,8 @@ def choose_kinds(judged: Judged, ground: Ground, cost: CostModel, wanted: Attent
     placed = with_kinds(judged.plan, cost, wanted)
     if placed == judged.plan:
         return judged
-    plan = ground.finish(placed)
-    other = dataclasses.replace(judged, plan=plan, makespan_s=ground.evaluate(plan).makespan_s)
+    plan, verdict = ground.judged(ground.finish(placed))
+    other = dataclasses.replace(judged, plan=plan, makespan_s=verdict.makespan_s)
     if wanted in ("auto", "ulysses"):
         return min(judged, other, key=lambda j: j.makespan_s)
     if math.isinf(other.makespan_s):

@@ -19,6 +19,7 @@ a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from nestsp.planners.levels import Packing, pack_within
 __all__ = ["NestedGroups"]
 
 Floats = npt.NDArray[np.float64]
+Tried = tuple[Plan, Verdict]
 
 # How many of the longest sequences' own times may be the first microbatch's target, and how much longer or shorter than
 # the others it may last beside those, as parts of the mean.
@@ -62,8 +64,15 @@ _HOPELESS = 1.05
 _FINALISTS = 4
 # A plan whose slowest ranks work for less of its time is not refined.
 _MOST = 0.85
-# Which part of itself the head counts when the best is balanced.
-_HEAD_PARTS = (0.0, 0.5)
+# Plans that are tried in refinement, times ranks, and how many there are at least; half of them may be of other kinds.
+# So many of the best ones are balanced, and the best of all in so many more rounds while it gains.
+_TRIES = 2_500
+_LEAST_TRIES = 3
+_STARTED = 3
+_ROUNDS = 2
+_GAIN = 1e-3
+# Which part of themselves the exchanges that nothing hides and the head count when short sequences are dealt anew.
+_PARTS = ((1.0, 0.0), (1.0, 0.5), (0.6, 0.5), (0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +94,7 @@ class NestedGroups:
         ground = self.ground
         ground.check(batch)
         placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
-        finished = [self._finished(plan) for plan in placed]
-        best = min((each for each in finished if math.isfinite(each[1].makespan_s)), key=_makespan, default=None)
-        if best is not None and _ranks_decide(best[1]):
-            best = self._refined(*best)
+        best = self._refined([self._tried(plan) for plan in placed])
         below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
         others = []
@@ -97,35 +103,53 @@ class NestedGroups:
                 others.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
         judged = judge_best(ground, batch, others, below_s)
         if judged is not None:
-            best = self._balanced(judged.plan, ground.evaluate(judged.plan))
+            best = self._refined([(judged.plan, ground.evaluate(judged.plan))])
         if best is None:
             raise refusal(batch)
-        if _ranks_decide(best[1]) and (mixed := ground.as_any_kind(best[0])) != best[0]:
-            best = min(best, self._finished(mixed), key=_makespan)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
 
-    def _finished(self, placed: Plan) -> tuple[Plan, Verdict]:
-        plan = self.ground.finish(placed)
-        return plan, self.ground.evaluate(plan)
+    def _tried(self, placed: Plan) -> Tried:
+        """A placement finished, its gathers placed, with a rough verdict."""
+        return self.ground.place_gathers(self.ground.finish(placed))
 
-    def _refined(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
-        """The plan in slices of heads, balanced, and root first, each if that is faster."""
-        best = plan, verdict
-        sliced = self.ground.in_slices(plan)
-        if sliced != plan:
-            best = min(best, self._finished(sliced), key=_makespan)
-        best = self._balanced(*best)
-        if best[0].level_order[0] != 0:
-            root_first = dataclasses.replace(best[0], level_order=tuple(sorted(best[0].level_order)))
-            best = min(best, (root_first, self.ground.evaluate(root_first)), key=_makespan)
-        return best
+    def _refined(self, tried: list[Tried]) -> Tried | None:
+        """The best of some plans after refinement, judged in full; None if none fits."""
+        fitting = sorted((each for each in tried if math.isfinite(each[1].makespan_s)), key=_makespan)
+        if not fitting:
+            return None
+        plain = self.ground.judged(fitting[0][0])
+        if not _ranks_decide(plain[1]):
+            return plain
+        most = max(_LEAST_TRIES, _TRIES // self.ground.tree.num_ranks)
+        tries = iter(range(most))
+        kinds = (self.ground.as_any_kind, self.ground.in_slices)
+        others = (of_kind(plan) for plan, _ in fitting for of_kind in kinds)
+        started = fitting + [
+            self._tried(plan) for _, plan in zip(itertools.islice(tries, most // 2), others, strict=False)
+        ]
+        started = sorted(started, key=_makespan)[:_STARTED]
+        plan, verdict = min((self._balanced(*each, tries) for each in started), key=_makespan)
+        for _ in range(_ROUNDS):
+            was_s = verdict.makespan_s
+            plan, verdict = min((plan, verdict), self.ground.place_gathers(plan), key=_makespan)
+            plan, verdict = self._balanced(plan, verdict, tries)
+            if verdict.makespan_s > (1 - _GAIN) * was_s:
+                break
+        if plan.level_order[0] != 0:
+            root_first = dataclasses.replace(plan, level_order=tuple(sorted(plan.level_order)))
+            plan, verdict = min((plan, verdict), self.ground.place_gathers(root_first), key=_makespan)
+        return min(plain, self.ground.judged(plan), key=_makespan)
 
-    def _balanced(self, plan: Plan, verdict: Verdict) -> tuple[Plan, Verdict]:
+    def _balanced(self, plan: Plan, verdict: Verdict, tries: Iterator[int]) -> Tried:
         """A plan with its short sequences dealt anew where that makes it faster."""
-        for head_part in _HEAD_PARTS if self.ground.head_s else (0.0,):
-            dealt = balance(plan, verdict.layers_s, self.ground, head_part)
+        for exposed_part, head_part in _PARTS:
+            if next(tries, None) is None:
+                break
+            loads_s = verdict.layers_s + exposed_part * verdict.unhidden_s
+            dealt = balance(plan, loads_s, self.ground, head_part)
             if dealt is not None:
-                plan, verdict = min((plan, verdict), self._finished(dealt), key=_makespan)
+                finished = self.ground.finish(dealt)
+                plan, verdict = min((plan, verdict), (finished, self.ground.evaluate_roughly(finished)), key=_makespan)
         return plan, verdict
 
     def packings(self, batch: SequenceBatch) -> list[Packing]:
@@ -269,10 +293,10 @@ def _first(pair: tuple[float, Packing]) -> float:
 
 def _ranks_decide(verdict: Verdict) -> bool:
     """The slowest ranks' own work fills most of the time; else gathers do, and no placement changes them."""
-    return float(verdict.layers_s.max(axis=1).sum()) > _MOST * verdict.makespan_s
+    return float(verdict.own_s.max(axis=1).sum()) > _MOST * verdict.makespan_s
 
 
-def _makespan(pair: tuple[Plan, Verdict]) -> float:
+def _makespan(pair: Tried) -> float:
     return pair[1].makespan_s
 
 

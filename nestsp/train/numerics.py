@@ -28,8 +28,9 @@ _FORWARD, _BACKWARD, _PARAMETERS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Finding:
-    """Where one rank saw it; the least is the first."""
+    """Where one rank saw it; the least is the first: passes that only count or measure come before all others."""
 
+    trains: bool
     microbatch: int
     which: int
     position: int
@@ -106,7 +107,7 @@ class _Watch:
                 shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 if not bool(shard.isfinite().all()):
                     what = f"the gradient of {name.removeprefix('model.')}, or after a microbatch before"
-                    self._findings.append(_Finding(last, _PARAMETERS, position, what))
+                    self._findings.append(_Finding(True, last, _PARAMETERS, position, what))
         return self._findings
 
     def _watch_layer(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -140,4 +141,5 @@ class _Watch:
         if not self._findings:
             for value in inputs:
                 self.inputs["layer_input"] = value.detach().contiguous().clone()
-        self._findings.append(_Finding(number, which, position, what))
+        trains = which != _FORWARD or torch.is_grad_enabled()
+        self._findings.append(_Finding(trains, number, which, position, what))

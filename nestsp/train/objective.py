@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nestsp.data.stream import DataState
-from nestsp.errors import ConfigError
+from nestsp.errors import ConfigError, NestspError
 from nestsp.execute.local import LocalTokens, TokenLoss, weighted_sum
 from nestsp.execute.losses import SequenceLoss, SequenceSums, require_loss, try_loss
 from nestsp.execute.objective import Objective
@@ -47,7 +50,8 @@ def make_objective(prepared: Prepared, world: World) -> Objective:
         sequence_loss: SequenceLoss | None = None
         if train.token_loss is not None:
             token_loss = _checked(load_function("train.token_loss", train.token_loss))
-            try_token_loss(token_loss, world.device)
+            with _one_sentence("train.token_loss", train.token_loss):
+                try_token_loss(token_loss, world.device)
         if train.sequence_loss is not None:
             sequence_loss = load_function("train.sequence_loss", train.sequence_loss)
         coefficient = 0.0 if train.router_loss == "off" else router_loss_coefficient(prepared)
@@ -129,9 +133,15 @@ def _try_on_all_ranks(loss: SequenceLoss, prepared: Prepared, world: World) -> N
     targets = prepared.samples.num_targets[np.array(batch.ids) % prepared.samples.num_samples]
     weight_S = torch.from_numpy(targets.astype(np.float64)).to(world.device)
     nll_S = weight_S * torch.linspace(0.5, 1.5, len(weight_S), dtype=torch.float64, device=world.device)
+    reference_S = 1.1 * nll_S if prepared.config.train.reference else None
     if not weight_S.any():  # such a batch is not given to the loss
         return
-    values = world.agree(lambda: try_loss(loss, SequenceSums(batch.ids, nll_S, weight_S)))
+
+    def attempt() -> tuple[float, ...]:
+        with _one_sentence("train.sequence_loss", prepared.config.train.sequence_loss):
+            return try_loss(loss, SequenceSums(batch.ids, nll_S, weight_S, reference_S))
+
+    values = world.agree(attempt)
     for rank, value in enumerate(values):
         if not np.allclose(value, values[0], rtol=_ROUNDING_64, atol=_ROUNDING_64):
             raise everywhere(
@@ -141,6 +151,25 @@ def _try_on_all_ranks(loss: SequenceLoss, prepared: Prepared, world: World) -> N
                     "random numbers, and read the same files on all hosts"
                 )
             )
+
+
+@contextmanager
+def _one_sentence(key: str, name: str | None) -> Iterator[None]:
+    """Say where a user's function failed.
+
+    Raises:
+        ConfigError: It raised something.
+    """
+    try:
+        yield
+    except NestspError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key} is {name!r}, but when it was tried it ended with {type(error).__name__}: "
+            f"{' '.join(str(error).split())} ({Path(last.filename).name}, line {last.lineno}); correct it"
+        ) from error
 
 
 def _checked(function: Callable[..., Any]) -> TokenLoss:

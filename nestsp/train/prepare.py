@@ -130,6 +130,7 @@ def prepare_data(
     samples = open_samples(config.data, progress)
     for store in samples.stores:
         check_vocabulary(store, shape)
+        _check_preference(store, config)
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
@@ -231,6 +232,23 @@ def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
     else:
         what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
     raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
+
+
+def _check_preference(store: TokenStore, config: RunConfig) -> None:
+    """Pairs stay together, and go to a loss that knows of them.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if store.meta["form"] != "preference":
+        return
+    what = f"{store.meta['source']} has rows of a chosen and a rejected answer, which are two samples each"
+    if config.data.samples_together % 2:
+        raise ConfigError(f"{what}, but data.samples_together is {config.data.samples_together}; set it to 2")
+    if config.train.sequence_loss is None:
+        raise ConfigError(
+            f"{what}, but without train.sequence_loss the rejected ones would be taught, too; set it (docs/losses.md)"
+        )
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

@@ -1,10 +1,11 @@
 """Runs the data's longest samples once before the first step, so that what does not fit shows at once, not in a week.
 
-The step holds the longest samples of the data, whatever step they would come in: as many as ``data.sequences_per_step``
-says, or filled up to ``data.tokens_per_step`` by the longest that still fit. So no step of the run has a longer
-sequence, nor, of as many sequences, more tokens. It runs forward and backward by a plan of its own, while AdamW's
-moments, where they do not exist yet, have their room taken. Afterwards parameters, moments, random numbers, the data's
-order and the routers' kept counts are what they were, and gradients are dropped. Price: one step.
+The step holds the longest samples of the data, whatever steps they come in: as many as ``data.sequences_per_step``, so
+that no step has longer ones or more tokens; or filled up to ``data.tokens_per_step`` by the longest that still fit, so
+that none has a longer one, and more tokens only by what the last gap leaves. It runs forward and backward by a plan of
+its own, while AdamW's moments, where they do not exist yet, have their room taken. Afterwards parameters, moments,
+random numbers, the data's order and the routers' kept counts are what they were, and gradients are dropped. Price: one
+step.
 """
 
 from __future__ import annotations

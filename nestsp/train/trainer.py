@@ -14,9 +14,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from filelock import FileLock
 
@@ -50,6 +51,7 @@ from nestsp.train.numerics import trace_nonfinite
 from nestsp.train.objective import make_objective
 from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.records import Records
+from nestsp.train.reference import read_reference, take_reference, with_reference
 from nestsp.train.rehearsal import rehearse
 from nestsp.train.reports import RankReport, exchange_reports, fragmented_bytes, peak_memory_bytes
 from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
@@ -170,6 +172,8 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         )
         if config.train.longest_first:
             loop.rehearse()
+        if config.train.reference:
+            loop.compare_with_reference(resumed=checkpoint is not None)
         stopped = loop.run(start, records)
         with watchdog.resting():
             loop.finish(stopped)
@@ -231,9 +235,32 @@ class _Loop:
     def rehearse(self) -> None:
         """Run the longest step and forget it."""
         self.executor.place.task = "rehearses the longest samples' step"
+        objective, samples = self.objective, self.prepared.samples
+        if self.prepared.config.train.reference:  # which is not taken yet, and may cost hours
+            objective = self._compared(np.zeros(samples.num_samples))
+
+        def run(local: LocalBatch, batch: SequenceBatch) -> None:
+            objective.run(self.executor, local, batch, samples.targets(batch).weight)
+
         with self.screen.progress("rehearsing", None):
-            line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, self._run_batch)
+            line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, run)
         self.screen.say(line)
+
+    def compare_with_reference(self, *, resumed: bool) -> None:
+        """Give the loss what the model said of each sample when the run began."""
+        if resumed:
+            number = self.prepared.samples.num_samples
+            reference = self.world.first(lambda: read_reference(self.folder, number))
+        else:
+            self.executor.place.task = "takes the reference's likelihoods"
+            with self.screen.progress("reference", None) as bar:
+                reference = take_reference(self.prepared, self.task, self.world, self.executor, self.folder, bar)
+        self.objective = self._compared(reference)
+
+    def _compared(self, reference: npt.NDArray[np.float64]) -> Objective:
+        loss = self.objective.sequence_loss
+        assert loss is not None
+        return dataclasses.replace(self.objective, sequence_loss=with_reference(loss, reference))
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
         """All steps from a place on, or those until the run is asked to end.
@@ -375,9 +402,9 @@ class _Loop:
         targets = self.prepared.samples.targets(plan.batch)
         put_back = remember_counts(self.executor)
         try:
-            loss_sum, router_loss = self._run_batch(local, plan.batch)
+            loss_sum, router_loss = self.objective.run(self.executor, local, plan.batch, targets.weight)
         except NumericsError as error:  # a loss of sequences, which all ranks compute alike
-            raise everywhere(error) from None
+            raise everywhere(NumericsError(f"step {step}: {error}")) from None
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
@@ -388,7 +415,11 @@ class _Loop:
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
         if denominator := self.objective.denominator(targets.weight):
-            again = partial(self._run_again, local, plan.batch, put_back)
+
+            def again() -> None:
+                put_back()
+                self.objective.run(self.executor, local, plan.batch, targets.weight)
+
             loss = self._finite("loss", total_loss / denominator, step, local, again)
             norm = update(
                 self.executor.root,
@@ -440,15 +471,6 @@ class _Loop:
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
         return _Step(record, plan, taken.after, reports)
-
-    def _run_batch(self, local: LocalBatch, batch: SequenceBatch) -> tuple[float, float | None]:
-        """See `Objective.run`."""
-        weight = self.prepared.samples.targets(batch).weight
-        return self.objective.run(self.executor, local, batch, weight)
-
-    def _run_again(self, local: LocalBatch, batch: SequenceBatch, put_back: Callable[[], None]) -> None:
-        put_back()
-        self._run_batch(local, batch)
 
     def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestsp.cluster import GroupTree
+from nestsp.config import RunConfig
 from nestsp.execute.local import LocalTokens
 from nestsp.execute.losses import SequenceSums
 from nestsp.execute.objective import Objective
@@ -112,14 +115,17 @@ def test_A14_a_users_loss_and_the_routers_together_have_the_gradients_of_one_pro
 # --- By name, in a run ---------------------------------------------------------------------------
 
 
-def write_pairs(folder: Path, module: str) -> None:
-    """Pairs of unequal lengths: sorted letters, then the same unsorted; and the losses of the documentation."""
+def write_pairs(folder: Path, module: str, *, as_rows: bool = False) -> None:
+    """Pairs of unequal lengths: sorted letters are chosen over unsorted ones; and the documented losses."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(8):
         letters = "hgfedcba"[: 3 + number % 5] * (1 + 3 * number % 7)
-        rows += [{"prompt": f"{number}: ", "completion": "".join(sorted(letters))}]
-        rows += [{"prompt": f"{number}: ", "completion": letters}]
+        chosen, prompt = "".join(sorted(letters)), f"{number}: "
+        if as_rows:
+            rows += [{"prompt": prompt, "chosen": chosen, "rejected": letters}]
+        else:
+            rows += [{"prompt": prompt, "completion": answer} for answer in (chosen, letters)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{module}.py").write_text(documented())
 
@@ -134,10 +140,11 @@ PAIRED = (
 )
 
 
-def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(pool: RankPool, tmp_path: Path) -> None:
-    config = tiny(*PAIRED, "train.sequence_loss=pairs_of_a_test:preference", "train.router_loss=counting_pass")
+def test_A14_a_run_by_dpo_is_the_same_on_other_ranks_and_resumes(pool: RankPool, tmp_path: Path) -> None:
+    more = ("train.sequence_loss=pairs_of_a_test:dpo", "train.reference=true", "train.longest_first=true")
+    config = tiny(*PAIRED, *more, "train.router_loss=counting_pass")
     for name in ("straight", "alone"):
-        write_pairs(tmp_path / name, "pairs_of_a_test")
+        write_pairs(tmp_path / name, "pairs_of_a_test", as_rows=True)
     assert pool.run(train_rank, tmp_path / "straight", config, None, ranks=4) == [None] * 4
     run = tmp_path / "straight" / "runs" / "tiny-1"
     plans = read_plans(run)
@@ -147,6 +154,7 @@ def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(poo
         assert all(one % 2 == 0 and other == one + 1 for one, other in zip(chosen, rejected, strict=True))
     assert any(len(plan.microbatches) > 1 for plan in plans)
     assert any(apart(plan) for plan in plans), "no pair has its members in groups that share no rank"
+    assert losses(run)[0] == pytest.approx(math.log(2), abs=ROUNDING)  # the model is its own reference
     assert losses(run)[-1] < losses(run)[0]
     alone = config.model_copy(
         update={
@@ -159,6 +167,18 @@ def test_A14_a_run_by_a_loss_of_pairs_is_the_same_on_other_ranks_and_resumes(poo
     stopped = stop_at(tmp_path / "straight", tmp_path / "stopped", 3)
     assert pool.run(train_rank, tmp_path / "stopped", config, "auto", ranks=4) == [None] * 4
     assert losses(stopped) == losses(run)
+    older = str(stopped / "checkpoints" / "step-000004")  # a new run, which compares with the same
+    assert pool.run(train_rank, tmp_path / "stopped", config, older, ranks=4) == [None] * 4
+    assert losses(stopped.parent / "tiny-2") == losses(run)
+    (stopped / "reference.npy").unlink()
+    [refusal] = set(pool.run(train_rank, tmp_path / "stopped", longer(config), str(stopped), ranks=4))
+    assert refusal is not None
+    assert refusal.kind == "CheckpointError"
+    assert re.match(r"train\.reference is true, but .*reference\.npy, which was made when the", refusal.sentence)
+
+
+def longer(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
 
 
 def apart(plan: Any) -> bool:
@@ -180,18 +200,55 @@ def test_a_run_by_a_loss_of_tokens_is_that_of_the_function(pool: RankPool, tmp_p
     assert values[1] == 2 * values[0]
 
 
-def test_a_loss_that_is_not_the_same_on_all_ranks_is_refused_on_all(pool: RankPool, tmp_path: Path) -> None:
+REFUSED = """
+import os, torch
+
+
+def other(sums):
+    return (sums.nll_S * torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))).sum()
+
+
+def missing(sums):
+    return sums.nll_S.sum() * {}[sums.ids[0] - sums.ids[0]]
+
+
+def mean(tokens, nll):
+    return nll.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "said"),
+    [
+        (
+            "sequence",
+            "other",
+            "rank 1, with other derivatives, for the same sums, but it must follow from its argument",
+        ),
+        (
+            "sequence",
+            "missing",
+            "missing', but when it was tried it ended with KeyError: 0 (refused_losses.py, line 10)",
+        ),
+        (
+            "token",
+            "mean",
+            "for two parts of them, and it must be a sum over tokens, which lie on many ranks; return the",
+        ),
+    ],
+)
+def test_a_loss_that_would_be_wrong_is_refused_on_all_ranks_before_the_run(
+    pool: RankPool, tmp_path: Path, which: str, name: str, said: str
+) -> None:
     write_pairs(tmp_path, "unused_losses")
-    (tmp_path / "random_of_a_test.py").write_text(
-        "import os, torch\n\n\ndef preference(sums):\n"
-        "    return (sums.nll_S * torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))).sum()\n"
-    )
-    config = tiny(*PAIRED, "train.sequence_loss=random_of_a_test:preference")
+    (tmp_path / "refused_losses.py").write_text(REFUSED)
+    config = tiny(*PAIRED, f"train.{which}_loss=refused_losses:{name}")
     [refusal] = set(pool.run(train_rank, tmp_path, config, None, ranks=2))
     assert isinstance(refusal, Refusal)
     assert refusal.kind == "ConfigError"
     assert refusal.said_once
-    assert "on rank 1, with other derivatives, for the same sums, but it must follow from its arg" in refusal.sentence
+    assert said in refusal.sentence
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_corpus_whose_samples_cannot_stay_together_is_refused(pool: RankPool, tmp_path: Path) -> None:

@@ -380,13 +380,19 @@ def train_poisoned(rank: int, num_ranks: int, folder: Path, config: RunConfig, w
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("forward", "the output of layer 1"), ("backward", "the gradient of layer 1's output")]
+    ("where", "said", "router_loss"),
+    [
+        ("forward", "the output of layer 1", "off"),
+        ("backward", "the gradient of layer 1's output", "off"),
+        ("forward", "the output of layer 1", "counting_pass"),  # whose counts spoil the first microbatch, too
+    ],
 )
 def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
-    pool: RankPool, tmp_path: Path, where: str, said: str
+    pool: RankPool, tmp_path: Path, where: str, said: str, router_loss: str
 ) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
-    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null")
+    more = (f"train.router_loss={router_loss}", "train.router_loss_coefficient=0.1")
+    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null", *more)
     [refusal] = set(pool.run(train_poisoned, tmp_path, config, where, ranks=4))
     assert refusal is not None
     assert refusal.kind == "NumericsError"

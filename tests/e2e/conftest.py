@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TEST_TIMEOUT_S = 600  # a command's own limit comes first
+TEST_TIMEOUT_S = 1200  # a command's own limit comes first
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads its groups in the same hook

@@ -142,6 +142,6 @@ def test_a_kind_that_is_set_and_does_not_fit_is_refused_by_name() -> None:
     ground = cost_ground(cost)
     judged = make_planner("nsp", ground).judge(SequenceBatch.of_lengths([50_000, 700]))
     full = dataclasses.replace(ground.evaluate(judged.plan), makespan_s=float("inf"))
-    tight = dataclasses.replace(ground, evaluate=lambda plan: full)
+    tight = dataclasses.replace(ground, place_gathers=lambda plan: (plan, full))
     with pytest.raises(InfeasibleError, match=r"planner\.attention is ring, but as such the batch's groups do not fit"):
         choose_kinds(judged, tight, cost, "ring")

@@ -26,11 +26,11 @@ PLAN = Plan.of_groups(COST.tree, BATCH, [{COST.tree.group(0, 0): [0]}], "test")
 
 
 def rows(times: Sequence[float | None]) -> tuple[PlannerRow, ...]:
-    one = np.ones(2)
+    one, each = np.ones(2), np.ones((1, 2))
     return tuple(
         PlannerRow("x", None, 0.1, "sequence 7 does not fit")
         if seconds is None
-        else PlannerRow("x", Timeline(make_schedule(PLAN), seconds, (seconds,), one, one, one, one[None], one), 0.1)
+        else PlannerRow("x", Timeline(make_schedule(PLAN), seconds, (seconds,), one, one, one, each, each, one), 0.1)
         for seconds in times
     )
 

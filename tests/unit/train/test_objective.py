@@ -117,6 +117,11 @@ def test_a_loss_of_sequences_must_be_a_scalar_with_a_finite_gradient() -> None:
         try_loss(lambda sums: (sums.nll_S[0] - 3).sqrt(), sums)
 
 
+def test_a_reference_that_no_loss_compares_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.reference is true, but there is no train\.sequence_loss that com"):
+        tiny("train.reference=true")
+
+
 def test_a_run_has_one_loss() -> None:
     with pytest.raises(ConfigError, match=r"train has token_loss 'a:b' and sequence_loss 'c:d', but a run has one"):
         tiny("train.token_loss=a:b", "train.sequence_loss=c:d")
