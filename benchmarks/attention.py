@@ -28,7 +28,7 @@ from nestsp.plan import Plan
 from nestsp.schedule import Pass, make_schedule
 from nestsp.shape import head_shares
 
-__all__ = ["ours", "rival"]
+__all__ = ["inputs", "make_context", "ours", "rival", "timed"]
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 PACKS = {
@@ -40,7 +40,7 @@ TARGET = 1.05
 NUM_PAIRS = 21
 
 
-def make_context(lengths: tuple[int, ...]) -> AttentionContext:
+def make_context(lengths: tuple[int, ...], heads: int = HEADS, kv_heads: int = KV_HEADS) -> AttentionContext:
     """The microbatch of one rank that holds these sequences whole."""
     tree = GroupTree(())
     batch = SequenceBatch.of_lengths(lengths)
@@ -54,7 +54,7 @@ def make_context(lengths: tuple[int, ...]) -> AttentionContext:
         sizes=(sum(lengths),),
         rows=slice(0, sum(lengths)),
         segments=Segments.of(lengths, device),
-        heads=head_shares(HEADS, KV_HEADS, 1),
+        heads=head_shares(heads, kv_heads, 1),
         keep="none",
     )
     turns = {which: schedule.turns(0, 0, which) for which in Pass}
@@ -75,10 +75,10 @@ def rival(lengths: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, 2)[0].transpose(0, 1)
 
 
-def inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(num_tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves [T, heads, H], laid out as a model's projections leave them."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in (heads, kv_heads, kv_heads))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 

@@ -86,10 +86,11 @@ class DataSource(_Section):
         ".parquet file, or a folder of them; a folder of text files; a folder that Hugging Face datasets saved with "
         "save_to_disk; or a data set's name on the Hugging Face Hub, such as org/name",
     )
-    format: Literal["auto", "text", "tokens", "chat", "prompt_completion"] = Field(
+    format: Literal["auto", "text", "tokens", "chat", "prompt_completion", "preference"] = Field(
         "auto",
-        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages') or prompt_completion "
-        "('prompt' and 'completion'); auto tells it by the columns",
+        description="what a row is: text ('text'), tokens ('input_ids'), chat ('messages'), prompt_completion "
+        "('prompt' and 'completion') or preference ('prompt', 'chosen' and 'rejected', which are two samples); auto "
+        "tells it by the columns",
     )
     split: str = Field("train", description="which split of a saved data set or of one on the Hub")
     subset: str | None = Field(None, description="which configuration of a data set on the Hub")
@@ -145,6 +146,11 @@ class DataConfig(DataSource):
     sequences_per_step: PositiveInt | None = Field(
         None, description="samples of one optimizer step over all ranks; give this or tokens_per_step"
     )
+    samples_together: PositiveInt = Field(
+        1,
+        description="neighbouring samples that stay together: they are shuffled as one and come in one step, such as 2 "
+        "for pairs of chosen and rejected answers (train.sequence_loss)",
+    )
     seed: NonNegativeInt = Field(0, description="the order of samples follows from this and the epoch alone")
     workers: PositiveInt | None = Field(
         None, description="processes that tokenise; null for one a core that this process may use"
@@ -178,6 +184,20 @@ class DataConfig(DataSource):
             raise ValueError(
                 f"data has {given} of tokens_per_step and sequences_per_step, but needs exactly one; "
                 "set one of them and leave the other out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_runs(self) -> DataConfig:
+        if self.sequences_per_step is not None and self.sequences_per_step % self.samples_together:
+            raise ValueError(
+                f"data.sequences_per_step is {self.sequences_per_step}, but data.samples_together is "
+                f"{self.samples_together}, and a step takes whole runs of them; set it to a multiple"
+            )
+        if self.samples_together > 1 and self.over_length in ("drop", "split"):
+            raise ValueError(
+                f"data.over_length is {self.over_length}, but data.samples_together is {self.samples_together}, and a "
+                f"run of them would be torn; set it to error or truncate"
             )
         return self
 
@@ -326,6 +346,26 @@ class TrainConfig(_Section):
     router_loss_coefficient: NonNegativeFloat | None = Field(
         None, description="factor of the auxiliary loss; null for the model config's router_aux_loss_coef"
     )
+    token_loss: str | None = Field(
+        None,
+        description="your own loss of tokens, module:function, called as function(tokens, nll) (docs/losses.md); the "
+        "module is looked for in the working directory, too. null for weight × negative log-likelihood",
+    )
+    sequence_loss: str | None = Field(
+        None,
+        description="your own loss of whole sequences, module:function, called as function(sums) (docs/losses.md); "
+        "null for a loss of tokens",
+    )
+    reference: bool = Field(
+        False,
+        description="before the first step, take each sample's likelihood under the model as it is then, which "
+        "sequence_loss finds in sums.reference_S (DPO); costs a forward pass over the data",
+    )
+    loss_kernel: Literal["auto", "torch", "liger"] = Field(
+        "auto",
+        description="of head and likelihoods: auto (Liger's fused kernel on GPUs, where liger-kernel is installed and "
+        "the model's logits are plain or soft-capped, else PyTorch's operators), torch or liger",
+    )
     loss_slice_tokens: PositiveInt = Field(
         2048, description="tokens whose logits exist at one time; smaller needs less memory"
     )
@@ -348,6 +388,16 @@ class TrainConfig(_Section):
     offload: bool = Field(
         False,
         description="the inputs that recomputed layers keep lie in the host's pinned memory until their backward pass",
+    )
+    longest_first: bool = Field(
+        False,
+        description="before the first step, run a step of the data's longest samples forward and backward, and drop "
+        "its gradients, so that what does not fit shows at once; losses stay what they are",
+    )
+    compile: bool = Field(
+        False,
+        description="compile the blocks of decoder layers (norms, projections, dense feed-forward blocks) by "
+        "torch.compile when they first run; attention and experts stay as they are",
     )
     checkpoint_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null for one at the end only"
@@ -372,6 +422,11 @@ class TrainConfig(_Section):
     tensorboard: bool = Field(False, description="write the figures of each step for TensorBoard, too")
     wandb: str | None = Field(None, description="project of Weights & Biases that gets the figures of each step, too")
     wandb_offline: bool = Field(False, description="keep them in the run's folder, for `wandb sync`")
+
+    @field_validator("router_loss", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a plain off so
 
     @field_validator("trace_steps", mode="before")
     @classmethod
@@ -409,6 +464,16 @@ class TrainConfig(_Section):
             given = "neither" if self.steps is None else "both"
             raise ValueError(
                 f"train has {given} of steps and epochs, but needs exactly one; set one of them and leave the other out"
+            )
+        if self.token_loss is not None and self.sequence_loss is not None:
+            raise ValueError(
+                f"train has token_loss {self.token_loss!r} and sequence_loss {self.sequence_loss!r}, but a run has one "
+                "loss; leave one of them out"
+            )
+        if self.reference and self.sequence_loss is None:
+            raise ValueError(
+                "train.reference is true, but there is no train.sequence_loss that compares with it; set one, or leave "
+                "train.reference out"
             )
         if self.offload and self.recompute is False:
             raise ValueError(

@@ -169,7 +169,7 @@ def _for_each_query(k: Tensor, v: Tensor, kv_of_query: tuple[int, ...]) -> tuple
     """Keys and values in a layout that kernels know: as they are, or one head for each query head."""
     if _is_regular(kv_of_query, k.shape[1]):
         return k, v
-    index = torch.tensor(kv_of_query, device=k.device)
+    index = _index(kv_of_query, k.device)
     return k.index_select(1, index), v.index_select(1, index)
 
 
@@ -177,8 +177,13 @@ def _sum_queries(grad: Tensor, like: Tensor, kv_of_query: tuple[int, ...]) -> Te
     """The gradient of what `_for_each_query` was given; query heads that share a head are summed in a wide type."""
     if _is_regular(kv_of_query, like.shape[1]):
         return grad
-    index = torch.tensor(kv_of_query, device=grad.device)
+    index = _index(kv_of_query, grad.device)
     return wide(grad).new_zeros(like.shape).index_add_(1, index, wide(grad)).to(like.dtype)
+
+
+def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    # Made on a GPU at once, it would let the host wait for all that it has launched.
+    return torch.tensor(heads).to(device, non_blocking=True)
 
 
 def _is_regular(kv_of_query: tuple[int, ...], num_kv: int) -> bool:

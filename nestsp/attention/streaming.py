@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nestsp.attention.gathers import Gathers
 from nestsp.attention.hybrid import backward_phases, forward_phases
 from nestsp.attention.local import Kernel
 from nestsp.attention.merge import wide
@@ -73,6 +74,7 @@ class AttentionContext:
         stash: What layers keep for their recompute; by layer, then level.
         timer: Times every turn.
         place: Is told of every turn.
+        gathers: Issues parameter gathers between turns; None where parameters are not sharded.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class AttentionContext:
         recomputed_layers: frozenset[int],
         timer: Timer | None = None,
         place: Place | None = None,
+        gathers: Gathers | None = None,
     ) -> None:
         self.groups = groups
         self.turns = turns
@@ -90,7 +93,14 @@ class AttentionContext:
         self.recomputed_layers = recomputed_layers
         self.timer = timer or Untimed()
         self.place = place or Place()
+        self.gathers = gathers
         self.stash: dict[int, dict[int, Kept]] = {}
+
+    def clear(self) -> None:
+        """Forget what a run has left, or one that failed."""
+        self.stash.clear()
+        if self.gathers is not None:
+            self.gathers.clear()
 
 
 def attend_groups(
@@ -247,6 +257,7 @@ class _Run(Generic[Result]):
         begin: Callable[[int], Generator[Exchange, None, Result]],
     ) -> None:
         self.turns, self.timer, self.at = context.turns[which], context.timer, context.place
+        self.gathers = context.gathers
         self.at.layer, self.at.which, self.at.turn = layer, which, None
         self.layer, self.which, self.begin = layer, which, begin
         self.place = 0
@@ -281,6 +292,8 @@ class _Run(Generic[Result]):
             self.done[turn.level] = end.value
             del self.running[turn.level]
         self.timer.add(self.layer, self.which, turn, began, arrived, self.timer.now())
+        if self.gathers is not None:
+            self.gathers.took(self.layer, self.which, self.place)
 
 
 def _alone(tensor: Tensor) -> Tensor:

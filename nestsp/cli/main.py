@@ -62,10 +62,9 @@ def train(
     \b
       torchrun --nproc-per-node 4 -m nestsp train CONFIG
     """  # noqa: D301  (click leaves lines after a backspace as they are)
-    from nestsp.config import load_config
-
-    settings = load_config(config, set_ or ())
+    settings = _settings(config, set_)
     if _is_rank():
+        _let_segments_grow()
         from nestsp.train.launch import run_rank
         from nestsp.train.trainer import train as train_rank
 
@@ -86,9 +85,7 @@ def verify(
     Run it before you trust a new model. Takes the run's own model, corpus, tree and planner, on the CPU. Exits with 1
     if anything differs by more than rounding.
     """
-    from nestsp.config import load_config
-
-    settings = load_config(config, set_ or ())
+    settings = _settings(config, set_)
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens is {max_tokens}, but a batch with a target has at least 2 tokens; raise it")
     if _is_rank():
@@ -294,6 +291,27 @@ def main() -> None:
 
 def _is_rank() -> bool:
     return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _settings(config: Path, overrides: list[str] | None) -> RunConfig:
+    """A run's settings; a file that they name for planning is read once now, not after hours of tokenising."""
+    from nestsp.config import load_config
+
+    settings = load_config(config, overrides or ())
+    if settings.cluster.profile is not None:
+        from nestsp.cost.profile import load_profile
+
+        load_profile(settings.cluster.profile)
+    return settings
+
+
+def _let_segments_grow() -> None:
+    """Keep a GPU's memory whole though every step has other lengths; PyTorch reads this once, when it is imported.
+
+    The word of whoever starts the ranks counts, in either of the two variables that PyTorch knows.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _launch(settings: RunConfig) -> None:

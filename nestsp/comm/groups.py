@@ -1,8 +1,9 @@
 """One process group for every group of the tree that has more than one rank.
 
-All ranks create all of them, in one order, and run one collective in each before training starts, so that nothing is
-set up lazily in the middle of a step. A tree of N ranks with fan-out 2 has N - 1 such groups, and a rank is in log2(N)
-of them; on NCCL each is a communicator that takes GPU memory, which is why only groups of the tree get one.
+All ranks create all of them, in one order, and run one collective in each before training starts, of the kind that
+attention uses, so that nothing is set up lazily in the middle of a step. A tree of N ranks with fan-out 2 has N - 1
+such groups, and a rank is in log2(N) of them; on NCCL each is a communicator that takes GPU memory, which is why only
+groups of the tree get one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from nestsp.cluster import GroupTree
 
-__all__ = ["Link", "make_links"]
+__all__ = ["Link", "let_computation_wait", "make_links"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +53,8 @@ def make_links(
     """
     assert tree.num_ranks == dist.get_world_size()
     streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
-    if device.type == "cuda":
-        streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    if device.type == "cuda":  # ahead of computation, whose kernels would else leave an exchange no room to begin
+        streams = (torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
     links: dict[int, Link] = {}
     for level in range(tree.num_levels):
         if tree.degree(level) == 1:
@@ -64,6 +65,16 @@ def make_links(
                 assert isinstance(made, dist.ProcessGroup)
                 crosses = group.first_rank // ranks_per_host != (group.ranks.stop - 1) // ranks_per_host
                 links[level] = Link(made, group.degree, streams[1] if crosses else streams[0])
-    for level in sorted(links):
-        dist.all_reduce(torch.zeros(1, device=device), group=links[level].group)
+    for _, link in sorted(links.items()):
+        everyone = torch.zeros(link.degree, device=device)
+        dist.all_to_all_single(torch.empty_like(everyone), everyone, group=link.group)
     return links
+
+
+def let_computation_wait(links: Mapping[int, Link]) -> None:
+    """Let the current stream wait for all exchanges that were issued, as after a failure, which leaves some unfinished.
+
+    Their buffers are the current stream's memory, and free by now: what it writes there next must not come too early.
+    """
+    for stream in {link.stream for link in links.values() if link.stream is not None}:
+        torch.cuda.current_stream().wait_stream(stream)

@@ -150,7 +150,7 @@ def load_profile(name_or_path: str) -> CostProfile:
     if not path.is_file():
         raise ConfigError(
             f"the cost profile is {name_or_path!r}, but the presets are {', '.join(preset_names())}, and there is no "
-            f"such file{did_you_mean(name_or_path, preset_names())}"
+            f"such file{did_you_mean(name_or_path, preset_names()) or '; give its path from the folder you are in'}"
         )
     try:
         return _parse(path.read_text(encoding="utf-8"), name_or_path)

@@ -6,6 +6,7 @@
 | tokens | ``input_ids``; if there: ``labels``, ``attention_mask``, weights, bounds | as labels and weights say |
 | chat | ``messages``; ``tools`` if there | the assistant's turns (`nestsp.data.chat`) |
 | prompt_completion | ``prompt`` and ``completion``, both texts or both lists of messages | the completion |
+| preference | ``prompt``, ``chosen`` and ``rejected``, texts or lists of messages; two documents | the answers |
 
 A text is tokenised as a whole and never in parts, so its tokens are those that anybody else's pass over it gives. A
 token has a loss if it holds a character that has one: where a prompt and its completion share a token, that token does,
@@ -34,22 +35,26 @@ from nestsp.errors import DataError
 
 __all__ = ["Encoded", "Encoder", "Form", "make_encoder"]
 
+S = TypeVar("S")
 T = TypeVar("T")
-Form = Literal["text", "tokens", "chat", "prompt_completion"]
+Form = Literal["text", "tokens", "chat", "prompt_completion", "preference"]
 Ints = npt.NDArray[np.int64]
 
 _NEEDS: dict[Form, tuple[str, ...]] = {  # in the order in which auto looks for them
     "tokens": ("input_ids",),
     "chat": ("messages",),
     "prompt_completion": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),
     "text": ("text",),
 }
+_ANSWERS: dict[Form, tuple[str, ...]] = {"prompt_completion": ("completion",), "preference": ("chosen", "rejected")}
 _MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 _BOUNDARIES = ("seq_lens", "seq_lengths", "cu_seqlens", "position_ids")
 _MAY_HAVE: dict[Form, tuple[str, ...]] = {
     "tokens": ("labels", "attention_mask", "weights", *_MASKS, *_BOUNDARIES),
     "chat": ("tools",),
     "prompt_completion": ("tools",),
+    "preference": ("tools",),
     "text": (),
 }
 _IGNORED_LABEL = -100
@@ -106,7 +111,7 @@ class Encoder:
         """Of the column of weights, or None where all are 1."""
         if "weights" in self.columns:
             return np.dtype("<f4")
-        marked = self.form in ("chat", "prompt_completion") or {"labels", *_MASKS} & set(self.columns)
+        marked = self.form in ("chat", *_ANSWERS) or {"labels", *_MASKS} & set(self.columns)
         return np.dtype("u1") if marked else None
 
     @property
@@ -132,7 +137,7 @@ class Encoder:
                 case "tokens":
                     for number, row in batch:
                         parts += _at(chunk, number, lambda row: _token_documents(row, self.columns, notes), row)
-                case "chat" | "prompt_completion":
+                case "chat" | "prompt_completion" | "preference":
                     parts += self._marked(batch, chunk, notes)
         return self._joined(parts, notes, skipped)
 
@@ -157,27 +162,29 @@ class Encoder:
 
     def _marked(self, batch: Sequence[tuple[int, Row]], chunk: Chunk, notes: Counter[str]) -> Iterator[_Document]:
         # Special tokens are added to plain texts, not to what a template wrote. Rows of both kinds come in runs.
+        answers = _ANSWERS.get(self.form, ("",))
         for whole, run in itertools.groupby(batch, lambda item: self._is_plain(item[1])):
-            marked = [_at(chunk, number, self._mark, row) for number, row in run]
+            marked = [_at(chunk, number, self._mark, (row, answer)) for number, row in run for answer in answers]
             texts, spans = [text for text, _ in marked], [spans for _, spans in marked]
             for tokens, mask, num_shared in self.tokenizer.encode_marked(texts, spans, whole=whole):
                 notes["tokens with a loss that also hold characters without one"] += num_shared
                 yield _Document(tokens, mask)
 
     def _is_plain(self, row: Row) -> bool:
-        return self.form == "prompt_completion" and isinstance(row["prompt"], str)
+        return self.form in _ANSWERS and isinstance(row["prompt"], str)
 
-    def _mark(self, row: Row) -> Marked:
+    def _mark(self, item: tuple[Row, str]) -> Marked:
+        row, answer = item
         if self.form == "chat":
             assert self.template is not None
             return _unicode(self.template.chat(_messages(row, "messages"), row.get("tools")))
         if self._is_plain(row):
-            prompt, completion = _text(row, "prompt"), _text(row, "completion")
+            prompt, completion = _text(row, "prompt"), _text(row, answer)
             spans = ((len(prompt), len(prompt) + len(completion)),) if completion else ()
             return prompt + completion, spans
         if self.template is None:
             raise ValueError(f"has {describe_json(row['prompt'])} as 'prompt', but {_NO_TEMPLATE}")
-        prompt_turns, turns = _messages(row, "prompt"), _messages(row, "completion")
+        prompt_turns, turns = _messages(row, "prompt"), _messages(row, answer)
         return _unicode(self.template.completion(prompt_turns, turns, row.get("tools")))
 
     def _joined(self, parts: Sequence[_Document], notes: Counter[str], skipped: Counter[str]) -> Encoded:
@@ -380,7 +387,7 @@ def _unicode(marked: Marked) -> Marked:
     return marked
 
 
-def _at(chunk: Chunk, number: int, make: Callable[[Row], T], row: Row) -> T:
+def _at(chunk: Chunk, number: int, make: Callable[[S], T], row: S) -> T:
     try:
         return make(row)
     except ValueError as error:

@@ -201,8 +201,12 @@ class SampleTable:
         return _table((store,), documents, starts, sample_lengths, num_targets, counts, digest.hexdigest())
 
     @classmethod
-    def mix(cls, parts: Sequence[tuple[MixturePart, SampleTable]]) -> SampleTable:
+    def mix(cls, parts: Sequence[tuple[MixturePart, SampleTable]], together: int = 1) -> SampleTable:
         """The samples of several tables, one after another; an epoch takes of each what its weight says.
+
+        Args:
+            parts: The tables, of whole runs of ``together`` samples.
+            together: An epoch takes whole runs.
 
         Raises:
             DataError: An epoch takes no sample of a part.
@@ -211,7 +215,7 @@ class SampleTable:
             return parts[0][1]
         shares = []
         for number, (part, table) in enumerate(parts):
-            num_taken = round(part.weight * table.num_samples)
+            num_taken = round(part.weight * table.num_samples / together) * together
             if num_taken < 1:
                 raise DataError(
                     f"data.mixture.{number} ({part.source}) has {plural(table.num_samples, 'sample')} and weight "
@@ -308,7 +312,11 @@ def open_samples(config: DataConfig, progress: Progress | None = None) -> Sample
     Raises:
         DataError: A source or the tokenizer cannot be used, or no sample is left.
     """
-    return SampleTable.mix([(part, _open(part, config, progress)) for part in config.parts])
+    parts = [(part, _open(part, config, progress)) for part in config.parts]
+    if config.samples_together > 1:
+        for part, table in parts:
+            _check_runs(part.source, table.counts, config.samples_together)
+    return SampleTable.mix(parts, config.samples_together)
 
 
 def open_evaluation(config: DataConfig, progress: Progress | None = None) -> SampleTable | None:
@@ -332,6 +340,26 @@ def _open(source: DataSource, config: DataConfig, progress: Progress | None) -> 
         num_workers=config.workers or _num_cores(),
     )
     return SampleTable.of_store(store, config.max_length, config.over_length, rows.skipped)
+
+
+def _check_runs(source: str, counts: SampleCounts, together: int) -> None:
+    """Every document is one sample, and they are whole runs: else some would stand beside the wrong neighbours.
+
+    Raises:
+        DataError: They are not.
+    """
+    num_left_out = counts.num_empty + sum(number for _, number in counts.skipped)
+    if num_left_out:
+        raise DataError(
+            f"{source} has {plural(num_left_out, 'document')} that {'is' if num_left_out == 1 else 'are'} empty or "
+            f"skipped, but data.samples_together is {together}, so the ones behind would stand beside the wrong "
+            "neighbours; remove their whole runs"
+        )
+    if counts.num_samples % together:
+        raise DataError(
+            f"{source} has {plural(counts.num_samples, 'sample')}, but data.samples_together is {together}; give whole "
+            "runs of so many"
+        )
 
 
 def _num_cores() -> int:

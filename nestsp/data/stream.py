@@ -71,15 +71,17 @@ class SampleStream:
 
     A batch is the next samples in order: ``sequences_per_step`` of them, or as many as stay within
     ``tokens_per_step``, at least one. Batches do not cross epochs; an epoch's last batch may be short and is kept.
+    With ``together`` above 1, runs of so many neighbouring samples are what is ordered and taken; none is cut.
 
     Attributes:
         lengths: int64, tokens of each sample of the table.
         seed: The order follows from it and the epoch.
         shares: Of a mixture, whose sources lie one after another in the table; empty for every sample once. A sample
             that an epoch takes again has an id that is its number plus a multiple of the table's length.
+        together: Samples 0 to together - 1 are the first run, the next so many the second, and so on.
 
     Raises:
-        ConfigError: Not exactly one batch size is given, or it is below 1.
+        ConfigError: Not exactly one batch size is given, or it is below 1, or no number of whole runs.
         DataError: There is no sample, or one has no token.
     """
 
@@ -88,6 +90,7 @@ class SampleStream:
     tokens_per_step: int | None = None
     sequences_per_step: int | None = None
     shares: tuple[Share, ...] = ()
+    together: int = 1
     # The epoch used last, under its number: a memo, not state.
     _memo: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False)
 
@@ -99,6 +102,11 @@ class SampleStream:
             )
         if sizes[0] < 1:
             raise ConfigError(f"a stream's batch size is {sizes[0]}, but it must be at least 1; raise it")
+        if self.sequences_per_step is not None and self.sequences_per_step % self.together:
+            raise ConfigError(
+                f"a stream takes {self.sequences_per_step} samples a step, but {self.together} stay together; take a "
+                "multiple"
+            )
         lengths = np.asarray(self.lengths, dtype=np.int64)
         if not lengths.size:
             raise DataError("a stream has no sample, but needs at least 1; give another corpus")
@@ -108,6 +116,8 @@ class SampleStream:
                 "at least 1; drop it"
             )
         assert not self.shares or sum(share.num_samples for share in self.shares) == lengths.size
+        sizes = [number for share in self.shares for number in share] or [lengths.size]
+        assert not any(number % self.together for number in sizes), "a table of whole runs"
         object.__setattr__(self, "lengths", lengths)
 
     @property
@@ -141,10 +151,10 @@ class SampleStream:
         """Batches of an epoch. Equal for all epochs with ``sequences_per_step``, else it varies with the order."""
         if self.sequences_per_step is not None:
             return -(-self.num_samples // self.sequences_per_step)
-        hops = self._stops(self._epoch(epoch), np.arange(self.num_samples)).tolist()
+        hops = self._stops(self._epoch(epoch), np.arange(0, self.num_samples, self.together)).tolist()
         position = steps = 0
         while position < self.num_samples:
-            position = hops[position]
+            position = hops[position // self.together]
             steps += 1
         return steps
 
@@ -162,30 +172,33 @@ class SampleStream:
         assert self.tokens_per_step is not None
         num_tokens = min(self.tokens_per_step, int(epoch.ends[-1]))
         stops = np.searchsorted(epoch.ends, epoch.ends[positions] + num_tokens, side="right") - 1
-        return np.maximum(stops, positions + 1)
+        whole: npt.NDArray[np.int64] = stops - stops % self.together
+        return np.maximum(whole, positions + self.together)
 
     def _epoch(self, number: int) -> _Epoch:
         epoch = self._memo.get(number)
         if epoch is None:
-            order = sample_order(self.num_samples, self.seed, number)
+            order = sample_order(self.num_samples // self.together, self.seed, number)
             if self.shares:
                 order = self._taken(number)[order]
+            order = (order[:, None] * self.together + np.arange(self.together)).reshape(-1)
             epoch = _Epoch(order, np.concatenate([[0], np.cumsum(self.lengths[order % self.lengths.size])]))
             self._memo.clear()
             self._memo[number] = epoch
         return epoch
 
     def _taken(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Ids of what an epoch of a mixture takes, source after source, not yet in its order."""
-        taken, first = [], 0
+        """Runs that an epoch of a mixture takes, source after source, not yet in its order."""
+        taken, first, num_runs = [], 0, self.lengths.size // self.together
         for number, share in enumerate(self.shares):
+            share = Share(share.num_samples // self.together, share.num_taken // self.together)
             begin, end = epoch * share.num_taken, (epoch + 1) * share.num_taken
             passes = range(begin // share.num_samples, (end - 1) // share.num_samples + 1)
             for again, deck in enumerate(passes):
                 dealt = deck * share.num_samples
                 low, high = max(begin - dealt, 0), min(end - dealt, share.num_samples)
                 cards = _shuffled(share.num_samples, self.seed, number, deck)[low:high]
-                taken.append(first + cards + again * self.lengths.size)
+                taken.append(first + cards + again * num_runs)
             first += share.num_samples
         return np.concatenate(taken)
 

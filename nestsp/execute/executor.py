@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from nestsp.attention.gathers import Gathers
 from nestsp.attention.local import Kernel, Segments
 from nestsp.attention.place import Place
 from nestsp.attention.ring import make_ring
 from nestsp.attention.streaming import AttentionContext
 from nestsp.attention.work import GroupWork
-from nestsp.comm.groups import Link
+from nestsp.comm.groups import Link, let_computation_wait
 from nestsp.errors import PlanError
 from nestsp.execute.capability import executor_capabilities, ring_refusal
 from nestsp.execute.local import LocalTokens, ReadTokens, TokenLoss, load_local, weighted_sum
 from nestsp.execute.measure import AttentionTimer
+from nestsp.model.adapter import decoder_layers
 from nestsp.plan import Plan
 from nestsp.schedule import Pass, Schedule, make_schedule
 from nestsp.shape import ModelShape, head_shares, head_slices
@@ -125,7 +127,7 @@ class Executor:
         total: Tensor | None = None
         for number, microbatch in enumerate(batch.microbatches):
             self.place.enter(number)
-            microbatch.attention.stash.clear()  # what a run that failed may have left
+            microbatch.attention.clear()
             if isinstance(self.root, FSDPModule):  # replicas, if any, add up once
                 self.root.set_requires_all_reduce(number == len(batch.microbatches) - 1)
             try:
@@ -151,7 +153,7 @@ class Executor:
         found = []
         for number, microbatch in enumerate(batch.microbatches):
             self.place.enter(number)
-            microbatch.attention.stash.clear()
+            microbatch.attention.clear()
             try:
                 found.append(self.root(microbatch.tokens, microbatch.attention))
             except Exception:
@@ -162,7 +164,8 @@ class Executor:
         return found
 
     def _forget(self) -> None:
-        """After an exception: make FSDP ready for another run, in case somebody catches it."""
+        """After an exception: make exchanges and FSDP ready for another run, in case somebody catches it."""
+        let_computation_wait(self.links)
         if not isinstance(self.root, FSDPModule):
             return
         for parameter in self.root.parameters():
@@ -201,4 +204,20 @@ class Executor:
             frozenset(range(self.shape.num_layers - kept)),
             self.timer.of(microbatch),
             self.place,
+            self._gathers(schedule, microbatch),
         )
+
+    def _gathers(self, schedule: Schedule, microbatch: int) -> Gathers | None:
+        if not isinstance(self.root, FSDPModule):
+            return None
+        layers = decoder_layers(self.root)
+
+        def issue(layer: int) -> None:
+            unit = layers[layer]
+            assert isinstance(unit, FSDPModule)
+            unit.unshard(async_op=True)  # the layer's own hook waits
+
+        before = {
+            which: schedule.turns_before_gather(microbatch, self.rank, which) for which in (Pass.FORWARD, Pass.BACKWARD)
+        }
+        return Gathers(before, len(layers), issue)

@@ -13,8 +13,8 @@ backward pass needs the sums of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestsp.batch import SequenceBatch
-from nestsp.errors import NumericsError
+from nestsp.errors import ConfigError, NumericsError
 from nestsp.execute.executor import Executor, LocalBatch
-from nestsp.execute.local import LocalTokens
+from nestsp.execute.local import LocalTokens, TokenLoss
 from nestsp.model.loss import IGNORED_TARGET
 
-__all__ = ["SequenceLoss", "SequenceSums", "measure_sequences", "run_sequence_loss"]
+__all__ = ["SequenceLoss", "SequenceSums", "measure_sequences", "require_loss", "run_sequence_loss", "try_loss"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,21 +38,29 @@ class SequenceSums:
         ids: Of the batch's sequences, in order.
         nll_S: float64 [S], Σ weight × negative log-likelihood of each sequence's targets.
         weight_S: float64 [S], Σ weight of the same targets; 0 for a sequence of one token.
+        reference_S: float64 [S], as ``nll_S`` under the model that the run began with; None unless it was asked for.
     """
 
     ids: tuple[int, ...]
     nll_S: Tensor
     weight_S: Tensor
+    reference_S: Tensor | None = None
 
 
 class SequenceLoss(Protocol):
     """A loss of whole sequences: a function of its argument alone, since every rank computes it for itself."""
 
-    def __call__(self, sums: SequenceSums) -> Tensor:
+    def __call__(self, sums: SequenceSums, /) -> Tensor:
         """The batch's loss, a scalar; it is not divided by anything afterwards."""
 
 
-def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatch, loss: SequenceLoss) -> Tensor:
+def run_sequence_loss(
+    executor: Executor,
+    local: LocalBatch,
+    batch: SequenceBatch,
+    loss: SequenceLoss,
+    run: Callable[[TokenLoss], object] | None = None,
+) -> Tensor:
     """Run all microbatches forward and backward for a loss of whole sequences; every rank must call it.
 
     Gradients are added to those there are, and are the loss's own: give `nestsp.train.update.update` a
@@ -63,19 +71,22 @@ def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatc
         local: What `Executor.load` made of a plan of the batch; its weights may have been changed.
         batch: The sequences.
         loss: The function.
+        run: Runs all microbatches for a loss of tokens, with whatever it adds to it; None for `Executor.run`.
 
     Returns:
-        The loss, float64, the same on all ranks, without a gradient.
+        The loss, float64, the same on all ranks, without a gradient; nan, with gradients of nan, if the model's own
+        likelihoods are not finite.
 
     Raises:
-        NumericsError: The loss, or what a sequence does to it, is not finite; on every rank.
+        ConfigError: The function returns no scalar that follows from the likelihoods; on every rank.
+        NumericsError: The loss of finite likelihoods, or what a sequence does to it, is not finite; on every rank.
     """
     weight_S = _weights(executor, local, batch)
     found: list[Tensor] = []
 
     def slopes(likelihoods: Sequence[Tensor]) -> Tensor:
         nll_S = _sums(executor, local, batch, likelihoods)
-        value, slope_S = _linearise(loss, batch.ids, nll_S, weight_S)
+        value, slope_S = _linearise(loss, SequenceSums(batch.ids, nll_S, weight_S))
         found.append(value)
         return slope_S
 
@@ -86,8 +97,38 @@ def run_sequence_loss(executor: Executor, local: LocalBatch, batch: SequenceBatc
         weights = (slope[tokens.sequences] * tokens.weights).to(nll_T.dtype)
         return (nll_T * weights).sum()
 
-    executor.run(local, linear)
+    if run is None:
+        executor.run(local, linear)
+    else:
+        run(linear)
     return found[0]
+
+
+def require_loss(value: object, name: str, source: str) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        ConfigError: The value is no scalar with a gradient.
+    """
+    if not isinstance(value, Tensor) or value.shape != () or not value.requires_grad:
+        shown = type(value).__name__
+        if isinstance(value, Tensor):
+            shown = f"a tensor {list(value.shape)}" if value.shape else "a tensor without gradient"
+        raise ConfigError(
+            f"{name} is {shown}, but it must be a scalar tensor that follows from {source}; end it with .sum() and "
+            "leave out .item() and .detach()"
+        )
+
+
+def try_loss(loss: SequenceLoss, sums: SequenceSums) -> tuple[float, ...]:
+    """A loss of given sums, and its derivative by each; no collective.
+
+    Raises:
+        ConfigError: It returns no scalar that follows from the likelihoods.
+        NumericsError: It, or a derivative, is not finite.
+    """
+    value, slope_S = _linearise(loss, sums)
+    return (value.item(), *slope_S.tolist())
 
 
 def measure_sequences(executor: Executor, local: LocalBatch, batch: SequenceBatch) -> SequenceSums:
@@ -117,16 +158,19 @@ def _sums(executor: Executor, local: LocalBatch, batch: SequenceBatch, values: S
     return sums
 
 
-def _linearise(loss: SequenceLoss, ids: tuple[int, ...], nll_S: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and its derivative by each sequence's sum."""
+def _linearise(loss: SequenceLoss, sums: SequenceSums) -> tuple[Tensor, Tensor]:
+    """The loss, and its derivative by each sequence's sum; nan where a sum is not finite, which is no fault of it."""
+    if not sums.nll_S.isfinite().all():
+        return sums.nll_S.new_tensor(torch.nan), torch.full_like(sums.nll_S, torch.nan)
     with torch.enable_grad():
-        nll_S = nll_S.detach().requires_grad_()
-        value = loss(SequenceSums(ids, nll_S, weight_S))
-        assert value.shape == (), f"a loss must be a scalar, but it has the shape {list(value.shape)}"
-        assert value.requires_grad, "a loss must follow from nll_S, but it has no gradient"
+        nll_S = sums.nll_S.detach().requires_grad_()
+        value = loss(replace(sums, nll_S=nll_S))
+        require_loss(value, "the result of a loss of sequences", "nll_S")
         (slope_S,) = torch.autograd.grad(value, nll_S)
     if not value.isfinite() or not slope_S.isfinite().all():
-        bad = [identity for identity, slope in zip(ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf]
+        bad = [
+            identity for identity, slope in zip(sums.ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf
+        ]
         raise NumericsError(
             f"the loss is {value.item()}, and its derivative is not finite for sequences {bad[:5]}, but both must be; "
             "no gradient was made of it, so correct the loss"

@@ -10,6 +10,7 @@ Neither depends on the plan, the ranks or the microbatches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,17 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestsp.execute.executor import Executor, LocalBatch
-from nestsp.execute.local import LocalTokens, weighted_sum
+from nestsp.execute.local import LocalTokens, TokenLoss, weighted_sum
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import router_loss_of
 
-__all__ = ["RouterLossKind", "run_with_router_loss"]
+__all__ = ["RouterLossKind", "remember_counts", "run_with_router_loss"]
 
 RouterLossKind = Literal["counting_pass", "previous_step"]
 
 
 def run_with_router_loss(
-    executor: Executor, local: LocalBatch, *, kind: RouterLossKind, scale: float
+    executor: Executor,
+    local: LocalBatch,
+    *,
+    kind: RouterLossKind,
+    scale: float,
+    token_loss: TokenLoss = weighted_sum,
 ) -> tuple[Tensor, float]:
     """Run all microbatches; every rank must call it. Gradients are of loss sum + scale × auxiliary loss.
 
@@ -37,6 +43,7 @@ def run_with_router_loss(
         kind: Where the counts come from.
         scale: The auxiliary loss's coefficient × the batch's total target weight, since the sum is divided by the
             weight later.
+        token_loss: To which the auxiliary loss is added.
 
     Returns:
         This rank's loss sum without the auxiliary loss, as of `Executor.run`; and the batch's auxiliary loss, not
@@ -68,16 +75,31 @@ def run_with_router_loss(
         executor.measure(local)
         router.slope_E = slopes_of_batch()
 
-    def token_loss(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
+    def after_counting(tokens: LocalTokens, nll_T: Tensor) -> Tensor:
         if one_pass:
             router.slope_E = slopes_of_batch()
-        return weighted_sum(tokens, nll_T)
+        return token_loss(tokens, nll_T)
 
     try:
-        total = executor.run(local, token_loss)
+        total = executor.run(local, after_counting)
     finally:
         router.slope_E = None
     if kind == "previous_step":
         slopes_of_batch()
     router.take()
     return total, found[0].item()
+
+
+def remember_counts(executor: Executor) -> Callable[[], None]:
+    """A function that sets the counts that are kept for the next step, if any are, back to what they are now."""
+    root = executor.root
+    assert isinstance(root, LossRoot)
+    counts = root.router_counts
+    if counts is None:
+        return lambda: None
+    before = counts.clone()
+
+    def put_back() -> None:
+        counts.copy_(before)
+
+    return put_back

@@ -168,8 +168,8 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str = ATTENTI
 
 
 def register_attention() -> None:
-    """Tell Transformers of nestsp's attention; once or more often."""
-    AttentionInterface.register(ATTENTION, nestsp_attention)
+    """Tell Transformers of nestsp's attention; once or more often. Compiled code calls it as it is."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(nestsp_attention))  # type: ignore[no-untyped-call]
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

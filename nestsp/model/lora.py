@@ -71,19 +71,21 @@ def num_adapter_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def draw_adapters(model: nn.Module, seed: int) -> None:
+def draw_adapters(model: nn.Module, seed: int, *, second_factor: bool = False) -> None:
     """Set the initial values: the first factor uniform as a linear layer's, the second 0, so nothing changes yet.
 
     Args:
         model: Sharded or not; no collective.
         seed: Of all adapters.
+        second_factor: Draw it, too, as the first: adapters then change what the model computes, and both factors have
+            gradients.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if ".lora_B." in name:
+            if ".lora_B." in name and not second_factor:
                 local.zero_()
                 continue
             digest = hashlib.sha256(f"{seed},{name}".encode()).digest()

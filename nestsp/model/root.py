@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nestsp.errors import ModelError
 from nestsp.model.adapter import ATTENTION
+from nestsp.model.fused_loss import FusedLoss
 from nestsp.model.logits import logit_function
 from nestsp.model.loss import sliced_nll
 from nestsp.model.router_loss import RouterLoss
@@ -30,6 +31,7 @@ class LossRoot(nn.Module):
         slice_tokens: Tokens whose logits exist at one time.
         router_loss: Counts and corrects what its routers choose, or None.
         keeps_router_counts: What a step's routers chose is part of the run's state, for the next step.
+        fused: The kernel of head and likelihoods; None for PyTorch's operators.
     """
 
     router_counts: Tensor | None
@@ -41,11 +43,13 @@ class LossRoot(nn.Module):
         router_loss: RouterLoss | None = None,
         *,
         keeps_router_counts: bool = False,
+        fused: FusedLoss | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.slice_tokens = slice_tokens
         self.router_loss = router_loss
+        self.fused = fused
         counts = None
         if keeps_router_counts:
             assert router_loss is not None
@@ -75,4 +79,8 @@ class LossRoot(nn.Module):
                 return_dict=True,
                 nestsp=attention,
             )
-        return sliced_nll(logit_function(self.model), output.last_hidden_state[0], tokens.targets, self.slice_tokens)
+        hidden = output.last_hidden_state[0]
+        if self.fused is not None:
+            head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            return self.fused.sliced_nll(head, hidden, tokens.targets, self.slice_tokens)
+        return sliced_nll(logit_function(self.model), hidden, tokens.targets, self.slice_tokens)

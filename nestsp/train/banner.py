@@ -12,6 +12,7 @@ import torch
 
 from nestsp.config import RunConfig
 from nestsp.execute.executor import Executor
+from nestsp.model.root import LossRoot
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree, steps_arithmetic
 from nestsp.train.limits import Limits
@@ -40,7 +41,7 @@ def run_banner(
     checkpoint: Path | None,
     start: Progress,
     changes: tuple[str, ...],
-    probe: str,
+    probe: list[str],
 ) -> str:
     """Lines for people."""
     config = prepared.config
@@ -48,19 +49,24 @@ def run_banner(
     cap, cost = task.max_tokens_per_rank, task.cost()
     chosen = " (chosen over a sample of batches)" if config.planner.degree is None else ""
     degree = "" if task.degree is None else f", degree {task.degree}{chosen}"
-    cores = os.cpu_count() or 1
+    root, cores = executor.root, os.cpu_count() or 1
+    assert isinstance(root, LossRoot)
+    fused = root.fused
+    compiled = config.train.compile
     crowded = world.device.type == "cpu" and world.cluster.ranks_per_host > 2 * cores
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
         ("model", [describe_model(prepared.shape)]),
-        ("probe", [probe]),
+        ("probe", probe),
         (
             "ranks",
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
-                f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}",
+                f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}, loss by "
+                f"{'PyTorch' if fused is None else fused.name}",
                 *([f"more ranks than this host's {plural(cores, 'core')}, so they take turns"] if crowded else []),
                 f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
+                *(["blocks of layers are compiled by torch.compile, attention and experts not"] if compiled else []),
             ],
         ),
         ("tree", draw_tree(prepared.tree)),

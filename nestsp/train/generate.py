@@ -33,7 +33,7 @@ def generating(root: LossRoot, attention: str = "sdpa") -> Iterator[PreTrainedMo
     model.set_attn_implementation(attention)
     model.eval()  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a cache and single tokens: other code
             yield model
     finally:
         model.train(training)

@@ -51,6 +51,7 @@ class StepMetrics:
         load_s: Seconds that the slowest rank read its tokens; part of ``step_s``.
         peak_memory_bytes: The most that any rank has held so far: of a GPU what tensors took, of a CPU all.
         peak_memory_rank: That rank.
+        fragmented_bytes: The most that any rank's allocator has taken of a GPU beyond that rank's peak; 0 on CPUs.
         imbalance: Slowest rank over mean, minus 1, by the plan's FLOPs.
         num_microbatches: Of the plan.
         num_sequences_by_degree: How many sequences are split over how many ranks.
@@ -80,6 +81,7 @@ class StepMetrics:
     load_s: float
     peak_memory_bytes: int
     peak_memory_rank: int
+    fragmented_bytes: int
     imbalance: float
     num_microbatches: int
     num_sequences_by_degree: Mapping[int, int]

@@ -28,16 +28,19 @@ _FORWARD, _BACKWARD, _PARAMETERS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Finding:
-    """Where one rank saw it; the least is the first."""
+    """Where one rank saw it; the least is the first: passes that only count or measure come before all others."""
 
+    trains: bool
     microbatch: int
     which: int
     position: int
     what: str
 
 
-def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder: Path, step: int) -> str:
-    """Run a batch again and say where it first has a number that is not finite; every rank must call it.
+def trace_nonfinite(
+    executor: Executor, local: LocalBatch, run: Callable[[], object], world: World, folder: Path, step: int
+) -> str:
+    """Run a step again and say where it first has a number that is not finite; every rank must call it.
 
     The rank that saw it first leaves the tokens of that microbatch, and what went into the layer, in
     ``folder/nan-<step>-<rank>.safetensors``. Weights do not change; gradients are of no use afterwards.
@@ -45,6 +48,7 @@ def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder:
     Args:
         executor: Of the run.
         local: The step's batch, as this rank ran it.
+        run: Runs it as the step did, with its loss, from the same state.
         world: This rank.
         folder: The run's.
         step: For the file's name.
@@ -54,7 +58,7 @@ def trace_nonfinite(executor: Executor, local: LocalBatch, world: World, folder:
     """
     watch = _Watch(executor)
     try:
-        executor.run(local)
+        run()
     finally:
         watch.remove()
     mine = min(watch.findings(), default=None)
@@ -103,7 +107,7 @@ class _Watch:
                 shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 if not bool(shard.isfinite().all()):
                     what = f"the gradient of {name.removeprefix('model.')}, or after a microbatch before"
-                    self._findings.append(_Finding(last, _PARAMETERS, position, what))
+                    self._findings.append(_Finding(True, last, _PARAMETERS, position, what))
         return self._findings
 
     def _watch_layer(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -137,4 +141,5 @@ class _Watch:
         if not self._findings:
             for value in inputs:
                 self.inputs["layer_input"] = value.detach().contiguous().clone()
-        self._findings.append(_Finding(number, which, position, what))
+        trains = which != _FORWARD or torch.is_grad_enabled()
+        self._findings.append(_Finding(trains, number, which, position, what))

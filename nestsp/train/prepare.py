@@ -78,9 +78,12 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
     """
     from nestsp.model.adapter import model_config
     from nestsp.model.derive import model_shape
+    from nestsp.model.mini_sequence import check_mlp_slices
 
     model = model_config(config.model.source)
     shape = model_shape(model)
+    if config.train.mlp_slice_tokens is not None:
+        check_mlp_slices(model)
     samples, tree = prepare_data(config, cluster, shape, progress)
     longest = int(samples.lengths.max())
     limit = getattr(model, "max_position_embeddings", None)
@@ -95,6 +98,7 @@ def prepare(config: RunConfig, cluster: Cluster, progress: Progress | None = Non
         tokens_per_step=config.data.tokens_per_step,
         sequences_per_step=config.data.sequences_per_step,
         shares=samples.shares,
+        together=config.data.samples_together,
     )
     train = config.train
     num_steps = train.steps if train.steps is not None else stream.num_steps(train.epochs or 1)
@@ -126,6 +130,7 @@ def prepare_data(
     samples = open_samples(config.data, progress)
     for store in samples.stores:
         check_vocabulary(store, shape)
+        _check_preference(store, config)
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)
@@ -227,6 +232,23 @@ def check_vocabulary(store: TokenStore, shape: ModelShape) -> None:
     else:
         what = f"the tokenizer {tokenizer!r} has {size} tokens; raise it to at least that"
     raise ConfigError(f"model.config.vocab_size is {format_count(shape.vocab_size)}, but {what}")
+
+
+def _check_preference(store: TokenStore, config: RunConfig) -> None:
+    """Pairs stay together, and go to a loss that knows of them.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if store.meta["form"] != "preference":
+        return
+    what = f"{store.meta['source']} has rows of a chosen and a rejected answer, which are two samples each"
+    if config.data.samples_together % 2:
+        raise ConfigError(f"{what}, but data.samples_together is {config.data.samples_together}; set it to 2")
+    if config.train.sequence_loss is None:
+        raise ConfigError(
+            f"{what}, but without train.sequence_loss the rejected ones would be taught, too; set it (docs/losses.md)"
+        )
 
 
 def _longest(samples: SampleTable) -> SequenceBatch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankReport", "exchange_reports", "peak_memory_bytes"]
+__all__ = ["RankReport", "exchange_reports", "fragmented_bytes", "peak_memory_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class RankReport:
         waited_s: Seconds of them that it waited for exchanges.
         load_s: Seconds that it read tokens and made tensors.
         peak_memory_bytes: The most that it has held until now.
+        fragmented_bytes: See `fragmented_bytes`.
         stop: It was asked to save and end.
         save: It was asked to save and go on.
         saved: A save in the background has ended here.
@@ -36,6 +37,7 @@ class RankReport:
     waited_s: float
     load_s: float
     peak_memory_bytes: float
+    fragmented_bytes: float
     stop: bool = False
     save: bool = False
     saved: bool = False
@@ -53,7 +55,7 @@ def exchange_reports(report: RankReport, device: torch.device, num_ranks: int) -
     everyones = mine.new_empty(num_ranks * len(mine))
     dist.all_gather_single(everyones, mine)
     return tuple(
-        RankReport(*numbers[:5], *(wish > 0 for wish in numbers[5:]))
+        RankReport(*numbers[:6], *(wish > 0 for wish in numbers[6:]))
         for numbers in everyones.view(num_ranks, -1).tolist()
     )
 
@@ -63,3 +65,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def fragmented_bytes(device: torch.device) -> int:
+    """What the allocator has taken of a GPU's memory beyond the most that tensors held; 0 for a CPU.
+
+    Grows where freed blocks of one step do not fit the tensors of the next. Memory that a limit leaves free covers it.
+    """
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)

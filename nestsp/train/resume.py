@@ -62,6 +62,7 @@ def lasting_settings(config: RunConfig) -> dict[str, object]:
         "data.seed": data.seed,
         "data.tokens_per_step": data.tokens_per_step,
         "data.sequences_per_step": data.sequences_per_step,
+        "data.samples_together": data.samples_together if data.samples_together > 1 else None,
         "train.lora": None if config.train.lora is None else config.train.lora.model_dump(mode="json"),
     }
 
@@ -71,6 +72,7 @@ _MEANINGLESS = {
     "data.seed": "its place in the data means",
     "data.tokens_per_step": "its place in the data means",
     "data.sequences_per_step": "its place in the data means",
+    "data.samples_together": "its place in the data means",
     "train.lora": "its weights and their optimizer's state fit",
 }
 

@@ -18,6 +18,7 @@ __all__ = [
     "EVALUATIONS",
     "METRICS",
     "PLANS",
+    "REFERENCE",
     "STOP",
     "latest_run_folder",
     "new_run_folder",
@@ -28,6 +29,7 @@ __all__ = [
 METRICS = "metrics.jsonl"
 PLANS = "plans.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+REFERENCE = "reference.npy"
 STOP = "stop"
 """A file of this name in a run's folder asks the run to save and to end."""
 
@@ -115,7 +117,7 @@ def open_run_folder(
                 "run without --resume"
             ) from None
         locks.append(lock)
-        for name in (METRICS, PLANS, EVALUATIONS) if old not in (None, folder) else ():
+        for name in (METRICS, PLANS, EVALUATIONS, REFERENCE) if old not in (None, folder) else ():
             if old is not None and (old / name).exists():
                 shutil.copyfile(old / name, folder / name)
         before = (old or folder) / "config.yaml"

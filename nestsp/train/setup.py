@@ -20,6 +20,8 @@ from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.model.adapter import build_model
+from nestsp.model.compiled import install_compiler
+from nestsp.model.fused_loss import FusedLoss, choose_loss
 from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.mini_sequence import install_mlp_slices
@@ -59,7 +61,7 @@ def build_executor(
 
     Raises:
         ModelError: The ranks built different weights, or the files do not fit the model.
-        ConfigError: The attention kernel that the settings name cannot be used.
+        ConfigError: A kernel that the settings name cannot be used.
     """
     kernel = _choose_kernel(prepared, world, dtype)
     train, cluster = prepared.config.train, world.cluster
@@ -75,6 +77,9 @@ def build_executor(
     lora = train.lora
     if lora is not None:
         world.together(lambda: add_adapters(model, lora))
+    fused = _choose_loss(prepared, world, model, dtype)
+    if train.compile:
+        install_compiler(model)
     if train.mlp_slice_tokens is not None:
         install_mlp_slices(model, train.mlp_slice_tokens)
     install_layer_runner(model, offload=train.offload)
@@ -83,6 +88,7 @@ def build_executor(
         train.loss_slice_tokens,
         None if train.router_loss == "off" else RouterLoss(model),
         keeps_router_counts=train.router_loss == "previous_step",
+        fused=fused,
     )
     _move_buffers(root, world.device)
     mesh = make_mesh(world.device.type, cluster.num_ranks, num_shards)
@@ -111,7 +117,6 @@ def build_executor(
 
 
 def _choose_kernel(prepared: Prepared, world: World, dtype: torch.dtype) -> Kernel:
-    """The same kernel on all ranks."""
     shape = prepared.shape
     kernel = world.together(
         lambda: choose_kernel(
@@ -123,15 +128,26 @@ def _choose_kernel(prepared: Prepared, world: World, dtype: torch.dtype) -> Kern
             named=prepared.config.train.attention_kernel,
         )
     )
-    names = sorted(set(world.gather(kernel.name)))
+    _same_everywhere("train.attention_kernel", kernel.name, world)
+    return kernel
+
+
+def _choose_loss(prepared: Prepared, world: World, model: PreTrainedModel, dtype: torch.dtype) -> FusedLoss | None:
+    fused = world.together(lambda: choose_loss(model, world.device, dtype, prepared.config.train.loss_kernel))
+    _same_everywhere("train.loss_kernel", "torch" if fused is None else fused.name, world)
+    return fused
+
+
+def _same_everywhere(key: str, name: str, world: World) -> None:
+    """Refuse kernels that differ between ranks."""
+    names = sorted(set(world.gather(name)))
     if len(names) > 1:
         raise everywhere(
             ConfigError(
-                f"train.attention_kernel chose {' on some ranks and '.join(names)} on others, but all must run the "
-                "same; install the same packages on all hosts, or set it to torch"
+                f"{key} chose {' on some ranks and '.join(names)} on others, but all must run the same; install the "
+                "same packages on all hosts, or set it to torch"
             )
         )
-    return kernel
 
 
 def _random_model(prepared: Prepared, world: World, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:

@@ -12,20 +12,26 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from filelock import FileLock
 
+from nestsp.batch import SequenceBatch
 from nestsp.config import RunConfig
 from nestsp.cost.work import sequence_work
 from nestsp.data.stream import DataState
 from nestsp.errors import CheckpointError, DataError, NestspError, NumericsError
+from nestsp.execute.compiled_probe import compiled_line
 from nestsp.execute.executor import Executor, LocalBatch
+from nestsp.execute.objective import Objective
 from nestsp.execute.probe import probe_line
-from nestsp.execute.router_loss import run_with_router_loss
+from nestsp.execute.router_loss import remember_counts
+from nestsp.model.compiled import check_compiler
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_model
@@ -42,9 +48,12 @@ from nestsp.train.limits import decide_limits
 from nestsp.train.manifest import Progress, RunIdentity, model_digest, read_progress
 from nestsp.train.metrics import JsonLines, SpeedMeter, StepMetrics
 from nestsp.train.numerics import trace_nonfinite
-from nestsp.train.prepare import Prepared, planning_task, prepare, router_loss_coefficient
+from nestsp.train.objective import make_objective
+from nestsp.train.prepare import Prepared, planning_task, prepare
 from nestsp.train.records import Records
-from nestsp.train.reports import RankReport, exchange_reports, peak_memory_bytes
+from nestsp.train.reference import read_reference, take_reference, with_reference
+from nestsp.train.rehearsal import rehearse
+from nestsp.train.reports import RankReport, exchange_reports, fragmented_bytes, peak_memory_bytes
 from nestsp.train.resume import find_resumed, lasting_settings, refuse_other_settings
 from nestsp.train.run_folder import EVALUATIONS, METRICS, PLANS, STOP, open_run_folder
 from nestsp.train.saver import Saver
@@ -78,9 +87,14 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     world = join_world(config.cluster)
     screen = Screen(silent=not world.is_first)
     world.first(lambda: check_trackers(config.train))
+    if config.train.compile:
+        world.together(lambda: check_compiler(world.device))
     prepared = prepare_with_progress(config, world, screen)
+    objective = make_objective(prepared, world)
     with screen.progress("probing the model", None):
-        probe = world.first(lambda: probe_line(prepared.model))
+        probe = [world.first(lambda: probe_line(prepared.model))]
+        if config.train.compile:
+            probe.append(world.first(lambda: compiled_line(prepared.model)))
     identity = RunIdentity(
         corpus=prepared.samples.identity,
         model=model_digest(prepared.model),
@@ -143,6 +157,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         loop = _Loop(
             prepared,
             task,
+            objective,
             world,
             executor,
             optimizer,
@@ -155,6 +170,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
             evaluator,
             peak,
         )
+        if config.train.longest_first:
+            loop.rehearse()
+        if config.train.reference:
+            loop.compare_with_reference(resumed=checkpoint is not None)
         stopped = loop.run(start, records)
         with watchdog.resting():
             loop.finish(stopped)
@@ -200,6 +219,7 @@ class _Step:
 class _Loop:
     prepared: Prepared
     task: PlanningTask
+    objective: Objective
     world: World
     executor: Executor
     optimizer: torch.optim.AdamW
@@ -211,6 +231,36 @@ class _Loop:
     trace: TraceFiles
     evaluator: Evaluator | None
     peak_flops_per_s: float | None
+
+    def rehearse(self) -> None:
+        """Run the longest step and forget it."""
+        self.executor.place.task = "rehearses the longest samples' step"
+        objective, samples = self.objective, self.prepared.samples
+        if self.prepared.config.train.reference:  # which is not taken yet, and may cost hours
+            objective = self._compared(np.zeros(samples.num_samples))
+
+        def run(local: LocalBatch, batch: SequenceBatch) -> None:
+            objective.run(self.executor, local, batch, samples.targets(batch).weight)
+
+        with self.screen.progress("rehearsing", None):
+            line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, run)
+        self.screen.say(line)
+
+    def compare_with_reference(self, *, resumed: bool) -> None:
+        """Give the loss what the model said of each sample when the run began."""
+        if resumed:
+            number = self.prepared.samples.num_samples
+            reference = self.world.first(lambda: read_reference(self.folder, number))
+        else:
+            self.executor.place.task = "takes the reference's likelihoods"
+            with self.screen.progress("reference", None) as bar:
+                reference = take_reference(self.prepared, self.task, self.world, self.executor, self.folder, bar)
+        self.objective = self._compared(reference)
+
+    def _compared(self, reference: npt.NDArray[np.float64]) -> Objective:
+        loss = self.objective.sequence_loss
+        assert loss is not None
+        return dataclasses.replace(self.objective, sequence_loss=with_reference(loss, reference))
 
     def run(self, start: Progress, records: Sequence[Records]) -> str | None:
         """All steps from a place on, or those until the run is asked to end.
@@ -350,7 +400,11 @@ class _Loop:
         loaded = time.perf_counter()
         place.task = "runs"
         targets = self.prepared.samples.targets(plan.batch)
-        loss_sum, router_loss = self._run_batch(local, targets.weight)
+        put_back = remember_counts(self.executor)
+        try:
+            loss_sum, router_loss = self.objective.run(self.executor, local, plan.batch, targets.weight)
+        except NumericsError as error:  # a loss of sequences, which all ranks compute alike
+            raise everywhere(NumericsError(f"step {step}: {error}")) from None
         turns = self.executor.timer.take()
         place.task = "waits for the other ranks' losses"
         reports = exchange_reports(
@@ -360,16 +414,21 @@ class _Loop:
         place.task = "updates the weights"
         lr = learning_rate(config, step - 1, self.prepared.num_steps)
         loss = norm = None
-        if targets.weight:
-            loss = self._finite("loss", total_loss / targets.weight, step, local)
+        if denominator := self.objective.denominator(targets.weight):
+
+            def again() -> None:
+                put_back()
+                self.objective.run(self.executor, local, plan.batch, targets.weight)
+
+            loss = self._finite("loss", total_loss / denominator, step, local, again)
             norm = update(
                 self.executor.root,
                 self.optimizer,
-                total_weight=targets.weight,
+                total_weight=denominator,
                 max_grad_norm=config.max_grad_norm,
                 lr=lr,
             )
-            self._finite("gradient norm", norm, step, local)
+            self._finite("gradient norm", norm, step, local, again)
         else:
             self.optimizer.zero_grad(set_to_none=True)
         step_s = time.perf_counter() - begun - taken.wait_s
@@ -406,20 +465,12 @@ class _Loop:
             load_s=max(report.load_s for report in reports),
             peak_memory_bytes=int(reports[fullest].peak_memory_bytes),
             peak_memory_rank=fullest,
+            fragmented_bytes=int(max(report.fragmented_bytes for report in reports)),
             imbalance=imbalance(plan_work(plan, self.prepared.shape)),
             num_microbatches=len(plan.microbatches),
             num_sequences_by_degree=plan.num_sequences_by_degree(),
         )
         return _Step(record, plan, taken.after, reports)
-
-    def _run_batch(self, local: LocalBatch, total_weight: float) -> tuple[float, float | None]:
-        """This rank's loss sum, and the auxiliary loss of the batch's routers if there is one."""
-        kind = self.prepared.config.train.router_loss
-        if kind == "off":
-            return self.executor.run(local).item(), None
-        scale = router_loss_coefficient(self.prepared) * total_weight
-        loss_sum, router_loss = run_with_router_loss(self.executor, local, kind=kind, scale=scale)
-        return loss_sum.item(), router_loss
 
     def _report(self, loss_sum: float, load_s: float, turns: Sequence[TimedTurn]) -> RankReport:
         save = self.requests.take_save()
@@ -429,15 +480,16 @@ class _Loop:
             waited_s=waited_s(turns),
             load_s=load_s,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
+            fragmented_bytes=fragmented_bytes(self.world.device),
             stop=self.requests.stop is not None or (self.world.is_first and self._stop_file.exists()),
             save=save,
             saved=self.saver.ended,
         )
 
-    def _finite(self, what: str, value: float, step: int, local: LocalBatch) -> float:
+    def _finite(self, what: str, value: float, step: int, local: LocalBatch, again: Callable[[], object]) -> float:
         if not math.isfinite(value):  # on all ranks alike: both are sums over all of them
             self.executor.place.task = "looks for the number that is not finite"
-            where = trace_nonfinite(self.executor, local, self.world, self.folder, step)
+            where = trace_nonfinite(self.executor, local, again, self.world, self.folder, step)
             raise everywhere(
                 NumericsError(
                     f"the {what} of step {step} is {value}, but it must be finite; no weight was changed by this step, "

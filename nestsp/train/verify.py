@@ -2,6 +2,8 @@
 
 Rank 0 computes the reference after the planned step: Transformers' own model with ``sdpa``, each sequence alone, full
 logits. Experts run eagerly, because grouped products do not exist in float64. There is no clipping and no update.
+Adapters are PEFT's in both, and both their factors are drawn: while the second is 0, as a run begins, the first has no
+gradient. The loss is the plain one.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from nestsp.execute.verify import (
 )
 from nestsp.model.adapter import build_model
 from nestsp.model.derive import reference_attention
-from nestsp.model.load import empty_model, fill_parameters, find_sources
+from nestsp.model.load import Source, empty_model, fill_parameters, find_sources
+from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.plan import Plan
 from nestsp.planners.task import PlanningTask
 from nestsp.report.banner import aligned, describe_cluster, describe_model, draw_tree
 from nestsp.shard import rank_spans
-from nestsp.train.agreement import everywhere
 from nestsp.train.console import Screen
 from nestsp.train.launch import EXIT_SAID
 from nestsp.train.limits import decide_limits
@@ -71,16 +73,9 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     Returns:
         0 if loss, gradient norm, every gradient and every expert choice agree, else a code that ends the job with 1.
     """
-    if config.train.lora is not None:
-        raise everywhere(
-            ConfigError(
-                "train.lora is set, but nestsp verify compares gradients of the whole model with Transformers' own; "
-                "set it to null (tests/distributed/test_lora.py compares adapters)"
-            )
-        )
     on_cpu = {
         "cluster": config.cluster.model_copy(update={"device": "cpu"}),
-        "train": config.train.model_copy(update={"attention_kernel": "auto"}),
+        "train": config.train.model_copy(update={"attention_kernel": "auto", "loss_kernel": "auto", "compile": False}),
     }
     config = config.model_copy(update=on_cpu)
     world = join_world(config.cluster)
@@ -99,6 +94,8 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     screen.say(_banner(prepared, world, plan, note))
     options = {"experts_implementation": "eager"} if prepared.shape.num_moe_layers else {}
     executor = build_executor(prepared, world, dtype=torch.float64, streaming=task.streaming, model_options=options)
+    if config.train.lora is not None:
+        draw_adapters(executor.root.model, config.train.seed, second_factor=True)  # type: ignore[arg-type]
     screen.say("running the planned step ...")
     planned = _planned(executor, plan, prepared, world)
     code = 0
@@ -109,7 +106,7 @@ def verify(config: RunConfig, max_tokens: int) -> int:
         model = _one_process_model(prepared, options)
         with all_float64():
             reference = reference_gradients(model, *_sequences(prepared, plan.batch))
-        result = compare_gradients(planned, reference, prepared.samples.targets(plan.batch).weight)
+        result = compare_gradients(*_of_trained(planned, reference), prepared.samples.targets(plan.batch).weight)
         _print(result)
         code = 0 if result.passes(TOLERANCE) else EXIT_SAID
     return world.share(code)
@@ -217,20 +214,48 @@ def _planned(executor: Executor, plan: Plan, prepared: Prepared, world: World) -
     return Gradients(total.item(), full_gradients(executor.root, keep=world.is_first), choices)
 
 
+def _of_trained(planned: Gradients, reference: Gradients) -> tuple[Gradients, Gradients]:
+    """Both without the parameters that have a gradient in neither, such as a model's own beside adapters."""
+    there = {
+        name: None
+        for name, gradient in (*reference.by_parameter.items(), *planned.by_parameter.items())
+        if gradient is not None
+    }
+    kept = [{name: of.by_parameter[name] for name in there if name in of.by_parameter} for of in (planned, reference)]
+    return dataclasses.replace(planned, by_parameter=kept[0]), dataclasses.replace(reference, by_parameter=kept[1])
+
+
 def _one_process_model(prepared: Prepared, options: Mapping[str, Any]) -> PreTrainedModel:
-    """The run's model as Transformers runs it, whole and in float64."""
-    path, seed = prepared.config.model.path, prepared.config.train.seed
+    """The run's model as Transformers runs it, and its adapters as PEFT does, whole and in float64."""
+    train, path = prepared.config.train, prepared.config.model.path
     attention = reference_attention(prepared.shape)
+    sources: Mapping[str, Source] | None = None
     if path is None:
-        return build_model(prepared.model, seed=seed, attention=attention, **options).double()
-    model = empty_model(prepared.model, attention=attention, **options).double()
-    fill_parameters(model, find_sources(model, Path(path)), torch.device("cpu"))
+        model = build_model(prepared.model, seed=train.seed, attention=attention, **options).double()
+    else:
+        model = empty_model(prepared.model, attention=attention, **options).double()
+        sources = find_sources(model, Path(path))
+    if train.lora is not None:
+        add_adapters(model, train.lora)
+    if sources is not None:
+        fill_parameters(model, sources, torch.device("cpu"))
+    if train.lora is not None:
+        draw_adapters(model, train.seed, second_factor=True)
     return model
 
 
 def _banner(prepared: Prepared, world: World, plan: Plan, note: str) -> str:
+    train = prepared.config.train
+    own = train.token_loss or train.sequence_loss
     rows = [
-        ("model", [describe_model(prepared.shape) + "; float64"]),
+        (
+            "model",
+            [
+                describe_model(prepared.shape) + "; float64",
+                *([] if train.lora is None else ["adapters, both factors drawn; its own weights are frozen"]),
+                *([] if own is None else [f"the plain loss, not {own}"]),
+            ],
+        ),
         ("ranks", [f"{describe_cluster(world.cluster)}, cpu, gloo"]),
         ("tree", draw_tree(prepared.tree)),
         (

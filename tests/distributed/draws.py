@@ -8,7 +8,7 @@ from typing import Any
 
 from nestsp.batch import SequenceBatch
 from nestsp.cluster import Group, GroupTree
-from nestsp.plan import Keep, Microbatch, Placement, Plan
+from nestsp.plan import GatherTurns, Keep, Microbatch, Placement, Plan
 from tests.distributed.equivalence import Case
 
 TREES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -24,7 +24,7 @@ TREES: dict[int, tuple[tuple[int, ...], ...]] = {
 def draw_plan(random: Random, num_ranks: int) -> Plan:
     """Sequences on any groups of any levels, as Ulysses, ring or hybrid.
 
-    Ids, their order in a group, and the order of levels are drawn too.
+    Ids, their order in a group, the order of levels and where gathers stand among the turns are drawn too.
     """
     tree = GroupTree(random.choice(TREES[num_ranks]))
     num_sequences = random.randint(1, 9)
@@ -43,7 +43,11 @@ def draw_plan(random: Random, num_ranks: int) -> Plan:
         for groups_of in placed
     )
     plan = Plan(tree, batch, microbatches, tuple(range(tree.num_levels)), "test")
-    return replace(plan, level_order=tuple(random.sample(plan.level_order, tree.num_levels)))
+    return replace(
+        plan,
+        level_order=tuple(random.sample(plan.level_order, tree.num_levels)),
+        gathers=GatherTurns(random.randint(0, 3), random.randint(0, 3), random.randint(0, tree.num_levels)),
+    )
 
 
 def draw_placement(random: Random, group: Group, sequences: tuple[int, ...]) -> Placement:

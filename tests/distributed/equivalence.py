@@ -19,11 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn import functional as F
 
 from nestsp.attention import ring, ulysses
 from nestsp.attention.kernels import CpuFlash
 from nestsp.attention.local import Kernel, Mask
+from nestsp.attention.place import Place
 from nestsp.comm.exchange import Exchange, Shape, start_exchange, start_pass
 from nestsp.comm.groups import Link, make_links
 from nestsp.execute.executor import Executor, LocalBatch
@@ -38,13 +40,14 @@ from nestsp.execute.verify import (
     full_gradients,
     reference_gradients,
 )
-from nestsp.model.adapter import build_model, model_config
+from nestsp.model.adapter import build_model, decoder_layers, model_config
+from nestsp.model.compiled import install_compiler
 from nestsp.model.derive import model_shape, reference_attention
 from nestsp.model.mini_sequence import install_mlp_slices
 from nestsp.model.root import LossRoot
 from nestsp.model.router_loss import RouterLoss
 from nestsp.plan import Placement, Plan
-from nestsp.schedule import Pass, num_exchanges
+from nestsp.schedule import Pass, Schedule, make_schedule, num_exchanges
 from nestsp.shape import ModelShape, head_shares, head_slices
 from nestsp.shard import rank_spans
 from nestsp.train.parallelize import make_mesh, shard_root
@@ -125,6 +128,7 @@ class Case:
         streaming: Groups take turns.
         mlp_slice_tokens: Tokens of one slice of a feed-forward block; None for all.
         offload: Inputs of recomputed layers go through `save_on_cpu`.
+        compiler: Backend that compiles the layers' blocks; None for none.
     """
 
     keys: Mapping[str, Any]
@@ -136,6 +140,7 @@ class Case:
     streaming: bool = True
     mlp_slice_tokens: int | None = None
     offload: bool = False
+    compiler: str | None = None
 
     @property
     def made(self) -> Plan:
@@ -232,19 +237,28 @@ class CountingKernel:
         self.calls[call] += 1
 
 
+GATHER = ROOT = -1
+
+
 @dataclass
 class Log:
     """What one rank did.
 
     Attributes:
-        exchanges: Groups, as (level, first rank), in the order in which exchanges were issued.
+        issued: What attention and FSDP issued, in order: groups as (level, first rank), for each exchange; and
+            (GATHER, layer), or (GATHER, ROOT), for each gather of parameters.
         sent_bytes: To other ranks, for each exchange.
         kernel: Calls of the kernel.
     """
 
-    exchanges: list[tuple[int, int]] = field(default_factory=list)
+    issued: list[tuple[int, int]] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
     kernel: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def exchanges(self) -> list[tuple[int, int]]:
+        """What attention issued."""
+        return [event for event in self.issued if event[0] != GATHER]
 
 
 @contextmanager
@@ -254,24 +268,34 @@ def recorded(executor: Executor, plan: Plan) -> Iterator[Log]:
     for level, link in executor.links.items():
         group = plan.tree.group(level, executor.rank)
         names[id(link)] = (level, group.first_rank)
+    layers = {id(part): n for n, layer in enumerate(decoder_layers(executor.root)) for part in layer.modules()}
     log = Log()
     assert isinstance(executor.kernel, CountingKernel)
     executor.kernel.calls = log.kernel
+    gather_unit = vars(_fsdp_param_group)["foreach_all_gather"]
 
     def start(link: Link, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> Exchange:
         level, first = names[id(link)]
-        log.exchanges.append((level, first))
+        log.issued.append((level, first))
         others = [member for number, member in enumerate(parts) if number != executor.rank - first]
         log.sent_bytes.append(sum(tensor.numel() * tensor.element_size() for member in others for tensor in member))
         return start_exchange(link, parts, shapes)
 
     def send(link: Link, target: int, tensors: Sequence[Tensor], source: int, shapes: Sequence[Shape]) -> Exchange:
-        log.exchanges.append(names[id(link)])
+        log.issued.append(names[id(link)])
         log.sent_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return start_pass(link, target, tensors, source, shapes)
 
+    def gather(parameters: Any, *args: Any) -> Any:
+        log.issued.append((GATHER, layers.get(id(parameters[0]._module_info.module), ROOT)))
+        return gather_unit(parameters, *args)
+
     # and back: the process serves other tests after this one
-    with patch.object(ulysses, "start_exchange", start), patch.object(ring, "start_pass", send):
+    with (
+        patch.object(ulysses, "start_exchange", start),
+        patch.object(ring, "start_pass", send),
+        patch.object(_fsdp_param_group, "foreach_all_gather", gather),
+    ):
         yield log
 
 
@@ -289,6 +313,8 @@ def make_executor(
     tree = case.made.tree
     shape = model_shape(model_config(small_config(case.keys)))
     model = make_model(case.keys, "nestsp", trainable=case.trainable, dtype=reduce_dtype)
+    if case.compiler is not None:
+        install_compiler(model, case.compiler)
     if case.mlp_slice_tokens is not None:
         install_mlp_slices(model, case.mlp_slice_tokens)
     install_layer_runner(model, offload=case.offload)
@@ -369,43 +395,62 @@ def weighted_gradients(model: nn.Module, tokens: Mapping[int, Tensor], weights: 
 
 
 def compare_with_one_process(rank: int, num_ranks: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Run cases of one number of ranks; results on rank 0."""
+    """Run cases of one number of ranks; results on rank 0.
+
+    Cases of one model run on one and the same model in turn, as plans do in training, and share what one process gives.
+    """
     links: dict[tuple[int, ...], Mapping[int, Link]] = {}
+    executors: dict[str, Executor] = {}
+    references: dict[str, Gradients] = {}
     outcomes = []
     for case in cases:
         plan = case.made
         if plan.tree.fanouts not in links:
             links[plan.tree.fanouts] = make_tree_links(plan, rank)
         tokens = make_tokens(plan)
-        executor = make_executor(case, rank, links=links[plan.tree.fanouts])
+        model = repr((case.keys, case.trainable))
+        module = repr((model, case.slice_tokens, case.mlp_slice_tokens, case.offload, case.compiler))
+        if module not in executors:
+            executors[module] = make_executor(case, rank, links=links[plan.tree.fanouts])
+        executor = replace(
+            executors[module],
+            links=links[plan.tree.fanouts],
+            kernel=CountingKernel(),
+            timer=AttentionTimer(CPU),
+            streaming=case.streaming,
+            place=Place(),
+        )
+        executor.root.zero_grad()
         with recorded(executor, plan) as log, all_float64():
             planned = planned_gradients(executor, plan, tokens, weighted=case.weighted)
         logs: list[Any] = [None] * num_ranks
         dist.all_gather_object(logs, log)
         if rank != 0:
             continue
-        alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
-        with all_float64():
-            if case.weighted:
-                reference = weighted_gradients(alone, tokens, make_weights(plan))
-            else:
-                reference = reference_gradients(alone, tokens)
-        verification = compare_gradients(planned, reference, sum(n - 1 for n in plan.batch.lengths))
+        question = repr((model, plan.batch, case.weighted))
+        if question not in references:
+            alone = make_model(case.keys, reference_attention(executor.shape), trainable=case.trainable)
+            with all_float64():
+                if case.weighted:
+                    references[question] = weighted_gradients(alone, tokens, make_weights(plan))
+                else:
+                    references[question] = reference_gradients(alone, tokens)
+        verification = compare_gradients(planned, references[question], sum(n - 1 for n in plan.batch.lengths))
         # Frozen layers are not recomputed, and what autograd never reaches has no backward.
         faults = order_faults(logs)
         if case.trainable is None:
-            faults += count_faults(plan, executor.shape, logs)
+            faults += schedule_faults(make_schedule(plan, streaming=case.streaming), executor.shape, logs)
         outcomes.append(Outcome(verification, tuple(faults)))
     return outcomes
 
 
 def order_faults(logs: Sequence[Log]) -> list[str]:
-    """Whether all ranks' sequences of exchanges fit one total order."""
+    """Whether all ranks' sequences of exchanges and gathers fit one total order."""
     before: dict[tuple[int, int, int], set[tuple[int, int, int]]] = {}
     for log in logs:
         numbers: Counter[tuple[int, int]] = Counter()
         last: tuple[int, int, int] | None = None
-        for level, first in log.exchanges:
+        for level, first in log.issued:
             event = (level, first, numbers[level, first])
             numbers[level, first] += 1
             before.setdefault(event, set())
@@ -415,32 +460,58 @@ def order_faults(logs: Sequence[Log]) -> list[str]:
     try:
         tuple(TopologicalSorter(before).static_order())
     except CycleError as error:
-        return [f"no total order of exchanges: {error.args[1]}"]
+        return [f"no total order of what ranks issue: {error.args[1]}"]
     return []
 
 
-def count_faults(plan: Plan, shape: ModelShape, logs: Sequence[Log]) -> list[str]:
-    """Whether every rank issued the exchanges, and called the kernels, that the schedule says; no more, no fewer."""
-    faults = []
+def schedule_faults(schedule: Schedule, shape: ModelShape, logs: Sequence[Log]) -> list[str]:
+    """Whether every rank issued exchanges and gathers, and called kernels, as the schedule says."""
+    plan, faults = schedule.plan, []
     for rank, log in enumerate(logs):
-        exchanges: Counter[tuple[int, int]] = Counter()
+        issued: list[tuple[int, int]] = []
         kernel: Counter[str] = Counter()
-        for microbatch in plan.microbatches:
+        for number, microbatch in enumerate(plan.microbatches):
+            issued += scheduled(schedule, number, rank, shape.num_layers)
             recomputed = shape.num_layers - microbatch.num_kept_layers
-            times = {Pass.FORWARD: shape.num_layers, Pass.RECOMPUTE: recomputed, Pass.BACKWARD: shape.num_layers}
             for placement in microbatch.on_rank(rank):
-                group = placement.group
-                exchanges[group.level, group.first_rank] += sum(
-                    number * num_exchanges(placement, which) for which, number in times.items()
-                )
                 calls = num_kernel_calls(plan, placement, rank, shape)
                 kernel["forward"] += calls * (shape.num_layers + (recomputed if placement.keep == "none" else 0))
                 kernel["backward"] += calls * shape.num_layers
-        if Counter(log.exchanges) != +exchanges:
-            faults.append(f"rank {rank} issued {Counter(log.exchanges)}, but the schedule says {+exchanges}")
+        if log.issued != issued:
+            faults.append(f"rank {rank} issued {log.issued}, but the schedule says {issued}")
         if log.kernel != +kernel:
             faults.append(f"rank {rank} called kernels {log.kernel}, but the schedule says {+kernel}")
     return faults
+
+
+def scheduled(schedule: Schedule, number: int, rank: int, num_layers: int) -> list[tuple[int, int]]:
+    """All that a rank issues in one microbatch, as in `Log.issued`, if parameters are cut over all ranks."""
+    tree, microbatch = schedule.plan.tree, schedule.plan.microbatches[number]
+    groups = microbatch.on_rank(rank)
+
+    def attention(which: Pass) -> list[list[tuple[int, int]]]:
+        """What each turn issues, one thing or nothing."""
+        most = {p.group.level: num_exchanges(p, which) for p in groups}
+        return [
+            [(turn.level, tree.group(turn.level, rank).first_rank)] * (turn.number < most[turn.level])
+            for turn in schedule.turns(number, rank, which)
+        ]
+
+    def layer(which: Pass, following: int, before: Sequence[list[tuple[int, int]]] = ()) -> list[tuple[int, int]]:
+        turns = attention(which)
+        place = schedule.turns_before_gather(number, rank, which)
+        gather = [(GATHER, following)] * (0 <= following < num_layers)
+        parts = [gather, *before, *turns] if place == 0 else [*before, *turns[:place], gather, *turns[place:]]
+        return [event for part in parts for event in part]
+
+    issued = [(GATHER, ROOT), (GATHER, 0)]
+    for each in range(num_layers):
+        issued += layer(Pass.FORWARD, each + 1)
+    issued.append((GATHER, num_layers - 1))
+    for each in reversed(range(num_layers)):
+        again = attention(Pass.RECOMPUTE) if each < num_layers - microbatch.num_kept_layers else []
+        issued += layer(Pass.BACKWARD, each - 1, again)
+    return issued if tree.num_ranks > 1 else [event for event in issued if event[0] != GATHER]
 
 
 def num_kernel_calls(plan: Plan, placement: Placement, rank: int, shape: ModelShape) -> int:

@@ -406,7 +406,7 @@ def test_F12_after_an_error_in_one_microbatch_the_next_ones_are_right(pool: Rank
 
 
 def test_G35_every_layer_recomputed_under_fsdp(pool: RankPool) -> None:
-    """That recomputes repeat the same exchanges in one order is part of every comparison; see `count_faults`."""
+    """That recomputes repeat the same exchanges in one order is part of every comparison; see `schedule_faults`."""
     plans = [
         plan_of((2, 2), (17, 12, 5, 3), {(0, 0): [0], (1, 2): [1], (2, 1): [2, 3]}, keep=k) for k in ("none", "output")
     ]

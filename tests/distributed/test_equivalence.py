@@ -73,7 +73,9 @@ def check(pool: RankPool, cases: Sequence[Case]) -> None:
 
 TREES = {"1": (), "2": (2,), "3": (3,), "4": (2, 2), "4 at once": (4,), "6": (3, 2), "6 other way": (2, 3)}
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
-ALL_FULL = {"layer_types": ["full_attention"] * 3}
+# Two layers where a middle one adds nothing: a first one, whose input needs the embedding's gradient, and a last one.
+TWO_LAYERS = {"num_hidden_layers": 2}
+ALL_FULL = {"layer_types": ["full_attention"] * 2}
 MORE_MODELS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "mixtral": MIXTRAL,
@@ -98,7 +100,7 @@ def test_nested_plans_give_the_gradients_of_one_process(pool: RankPool, tree: tu
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_static_plans_of_every_level_give_the_gradients_of_one_process(pool: RankPool, tree: tuple[int, ...]) -> None:
     plans = [static_plan(GroupTree(tree), level).to_json() for level in range(len(tree) + 1)]
-    check(pool, [Case(LLAMA, plan, recompute) for plan in plans for recompute in (True, False)])
+    check(pool, [Case({**LLAMA, **TWO_LAYERS}, plan, recompute) for plan in plans for recompute in (True, False)])
 
 
 def test_layers_that_are_not_recomputed_give_the_same_gradients(pool: RankPool) -> None:
@@ -120,7 +122,7 @@ def keeping(plan: Plan, *num_kept_layers: int) -> Plan:
 
 @pytest.mark.parametrize("tree", [(2, 2), (3,)], ids=["4", "3"])
 def test_some_kept_layers_give_the_same_gradients(pool: RankPool, tree: tuple[int, ...]) -> None:
-    """Another number in each microbatch, none and all three among them; recomputes are counted, see `count_faults`."""
+    """Another number in each microbatch, none and all three among them; recomputes count, see `schedule_faults`."""
     plans = [
         keeping(nested_plan(GroupTree(tree), keep=keep), *kept)
         for keep in ("none", "output")
@@ -168,7 +170,7 @@ def test_slices_of_heads_give_the_gradients_of_one_process(pool: RankPool) -> No
 def test_variants_of_llama_give_the_gradients_of_one_process(pool: RankPool) -> None:
     variants: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
     plan = nested_plan(GroupTree((2, 2))).to_json()
-    check(pool, [Case({**LLAMA, **more}, plan) for more in variants])
+    check(pool, [Case({**LLAMA, **TWO_LAYERS, **more}, plan) for more in variants])
 
 
 @pytest.mark.parametrize("keys", MORE_MODELS.values(), ids=MORE_MODELS.keys())
@@ -182,6 +184,7 @@ def test_other_families_give_the_gradients_of_one_process(pool: RankPool, keys: 
             for m in plan.microbatches
         ),
     )
+    keys = {**keys, **TWO_LAYERS}
     check(pool, [Case(keys, p.to_json(), recompute) for p in (plan, rings) for recompute in (True, False)])
 
 
@@ -191,6 +194,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen2, last layers": {**QWEN2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3, by layer": {
         **QWEN3,
+        "num_hidden_layers": 3,
         "use_sliding_window": True,
         "sliding_window": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -209,4 +213,5 @@ def test_E3_E4_E6_sliding_windows_give_the_gradients_of_one_process(pool: RankPo
     """Sequences shorter and longer than the window, on all kinds of ranks; the reference is Transformers' own."""
     plan = nested_plan(GroupTree((2, 2)), keep="output")
     none = nested_plan(GroupTree((2, 2)))
+    keys = {**TWO_LAYERS, **keys}
     check(pool, [Case(keys, plan.to_json()), Case(keys, none.to_json()), Case(keys, plan.to_json(), recompute=False)])

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from nestsp.cli.export import export_checkpoint
-from nestsp.cluster import GroupTree
-from nestsp.config import LoraConfig
+from nestsp.cluster import Cluster, GroupTree
+from nestsp.config import LoraConfig, RunConfig
 from nestsp.errors import ModelError
 from nestsp.execute.executor import Executor
 from nestsp.execute.measure import AttentionTimer
 from nestsp.execute.recompute import install_layer_runner
 from nestsp.execute.verify import Gradients, Verification, compare_gradients, full_gradients, reference_gradients
 from nestsp.model.adapter import model_config
+from nestsp.model.compiled import install_compiler
 from nestsp.model.derive import model_shape
 from nestsp.model.lora import add_adapters, draw_adapters
 from nestsp.model.root import LossRoot
+from nestsp.train import verify
+from nestsp.train.launch import EXIT_SAID
 from nestsp.train.parallelize import make_mesh, shard_root
+from nestsp.train.world import World
 from tests.distributed.equivalence import (
     CPU,
     LLAMA,
@@ -40,9 +50,9 @@ from tests.distributed.equivalence import (
 )
 from tests.distributed.pool import RankPool
 from tests.distributed.test_equivalence import nested_plan
-from tests.distributed.test_trainer import stop_at
+from tests.distributed.test_trainer import stop_at, working_in
 from tests.distributed.test_training_options import train
-from tests.e2e.runs import losses
+from tests.e2e.runs import losses, tiny
 
 peft = pytest.importorskip("peft", reason="PEFT is an extra: nestsp[lora]")
 
@@ -67,6 +77,8 @@ def run_adapters(rank: int, num_ranks: int, cases: Sequence[Case], loras: Sequen
         plan = case.made
         tokens = make_tokens(plan)
         model = with_adapters(case, "nestsp", lora)
+        if case.compiler is not None:
+            install_compiler(model, case.compiler)
         install_layer_runner(model)
         root = LossRoot(model, slice_tokens=5)  # type: ignore[arg-type]
         mesh = make_mesh("cpu", num_ranks, num_ranks)
@@ -117,6 +129,46 @@ def drawn(rank: int, num_ranks: int) -> dict[str, list[float]]:
         assert any(numbers) == (".lora_A." in name)
     assert len({tuple(numbers) for numbers in values.values() if any(numbers)}) == len(values) // 2
     return values
+
+
+def verify_rank(rank: int, num_ranks: int, folder: Path, config: RunConfig, broken: bool) -> tuple[int, str]:
+    """``nestsp verify`` on one rank of the pool: its exit code, and what it prints."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    world = World(rank, rank, Cluster(1, num_ranks), CPU, "gloo", control)
+
+    def other(model: nn.Module, seed: int, **kwargs: Any) -> None:
+        """The planned step's adapters are those of another seed; only rank 0 has the reference, which comes later."""
+        draw_adapters(model, seed + (isinstance(next(model.parameters()), DTensor)), **kwargs)
+
+    out = io.StringIO()
+    with (
+        working_in(folder),
+        contextlib.redirect_stdout(out),
+        patch.object(verify, "join_world", lambda _: world),
+        patch.object(verify, "draw_adapters", other if broken else draw_adapters),
+    ):
+        code = verify.verify(config, 200)
+    dist.destroy_process_group(control)
+    return code, out.getvalue()
+
+
+def test_verify_compares_both_factors_of_adapters_and_leaves_out_what_is_frozen(pool: RankPool, tmp_path: Path) -> None:
+    base = train(pool, tmp_path / "base", "train.steps=1", "train.checkpoint_every=null") / "hf"
+    given = ("model.config=null", f"model.path={base}")
+    for more in ((), given):
+        config = tiny(*more, "train.lora={rank: 3}", "cluster.ranks=2", "planner.max_tokens_per_rank=100")
+        [(code, out), (other, _)] = pool.run(verify_rank, tmp_path / "base", config, False, ranks=2)
+        assert code == other == 0, out
+        assert re.search(r"^equal: largest error \d\.\de-1\d, tolerance 1e-09$", out, re.M)
+        rows = re.findall(r"^gradients of (\S+) +(\d+) +(\S+)$", out, re.M)
+        assert [row[:2] for row in rows] == [
+            (f"self_attn.{part}_proj.lora_{factor}.default", "2") for part in "qkvo" for factor in "AB"
+        ]
+        assert "0.0e+00" not in [error for _, _, error in rows], "a gradient of zeros shows nothing"
+    [(code, out), _] = pool.run(verify_rank, tmp_path / "base", config, True, ranks=2)
+    assert code == EXIT_SAID
+    assert re.search(r"^DIFFERENT: largest error ", out, re.M)
 
 
 # PEFT 0.21 asks for it by its older name when it reads an adapter.

@@ -195,13 +195,15 @@ def test_parameters_after_three_steps_are_those_of_one_process(pool: RankPool) -
     assert moved > 1e-3
 
 
-def low_precision_errors(rank: int, num_ranks: int, case: Case) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative gradient errors in bfloat16 by parameter, of one process and of the plan, against float64."""
+def low_precision_errors(rank: int, num_ranks: int, case: Case) -> tuple[dict[str, float], dict[str, float]] | None:
+    """Relative gradient errors in bfloat16 by parameter, of one process and of the plan, against float64; on rank 0."""
     plan = case.made
     tokens = make_tokens(plan)
     executor = make_executor(case, rank, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     executor.run(load(executor, plan, tokens))
-    planned = full_gradients(executor.root, keep=True)
+    planned = full_gradients(executor.root, keep=rank == 0)
+    if rank != 0:
+        return None
     right = reference_gradients(make_model(case.keys, "sdpa"), tokens).by_parameter
     sums: dict[str, Tensor] = {}
     for ids in tokens.values():  # each sequence alone, its gradients summed in float32 as the plan's are
@@ -232,10 +234,12 @@ def low_precision_errors(rank: int, num_ranks: int, case: Case) -> tuple[dict[st
 def test_E14_bfloat16_is_at_most_three_times_as_far_off_as_one_process_in_bfloat16(
     pool: RankPool, keys: dict[str, Any], plan: dict[str, Any]
 ) -> None:
-    for alone, planned in pool.run(low_precision_errors, Case(keys, plan)):
-        assert 1e-4 < alone["all"] < 0.2  # the comparison means something
-        for name, error in planned.items():
-            assert error <= 3 * alone[name], (name, error, alone[name])
+    errors = pool.run(low_precision_errors, Case(keys, plan))[0]
+    assert errors is not None
+    alone, planned = errors
+    assert 1e-4 < alone["all"] < 0.2  # the comparison means something
+    for name, error in planned.items():
+        assert error <= 3 * alone[name], (name, error, alone[name])
 
 
 def filler_only(rank: int, num_ranks: int, case: Case) -> tuple[float, int]:

@@ -18,7 +18,7 @@ from nestsp.known_models import known_model
 from nestsp.model.mini_sequence import install_mlp_slices
 from tests.distributed.equivalence import LLAMA, MIXTRAL, QWEN3_MOE, Case, make_model
 from tests.distributed.pool import RankPool
-from tests.distributed.test_equivalence import check, nested_plan
+from tests.distributed.test_equivalence import TWO_LAYERS, check, nested_plan
 
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
 
@@ -26,7 +26,7 @@ MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
 def test_slices_and_offloading_change_no_gradient(pool: RankPool) -> None:
     """Slices that divide nothing, of one token, and longer than all; recomputed layers and kept ones."""
     plan = nested_plan(GroupTree((2, 2)), keep="output").to_json()
-    plain = [Case(keys, plan) for keys in MODELS.values()]
+    plain = [Case({**keys, **TWO_LAYERS}, plan) for keys in MODELS.values()]
     cases = [replace(case, mlp_slice_tokens=5, offload=True) for case in plain]
     cases += [replace(plain[0], mlp_slice_tokens=slice_tokens) for slice_tokens in (1, 1000)]
     cases += [replace(case, mlp_slice_tokens=3, recompute=False) for case in plain[:2]]
@@ -56,7 +56,7 @@ def test_a_block_never_sees_more_tokens_than_a_slice(keys: dict[str, Any]) -> No
 def test_a_model_without_such_a_block_is_refused() -> None:
     model = make_model(LLAMA, "sdpa")
     del model.model.layers[1].mlp  # type: ignore[union-attr,index]
-    with pytest.raises(ModelError, match=r"mlp_slice_tokens is 4, but layer 1 \(LlamaDecoderLayer\) has no feed"):
+    with pytest.raises(ModelError, match=r"mlp_slice_tokens is set, but layer 1 \(LlamaDecoderLayer\) has no feed"):
         install_mlp_slices(model, 4)
 
 

@@ -54,6 +54,9 @@ def compare_shardings(rank: int, num_ranks: int, cases: Sequence[Case], shards: 
     links, tokens = make_tree_links(plan, rank), make_tokens(plan)
     outcomes = []
     for case in cases:
+        if rank == 0:
+            alone = make_model(case.keys, "sdpa", trainable=case.trainable)
+            reference = replace(reference_gradients(alone, tokens), experts={})
         for num_shards in shards:
             executor = make_executor(case, rank, links=links, num_shards=num_shards)
             total = executor.run(load(executor, plan, tokens))
@@ -67,8 +70,6 @@ def compare_shardings(rank: int, num_ranks: int, cases: Sequence[Case], shards: 
                 lr=0.0,
             )
             if rank == 0:
-                alone = make_model(case.keys, "sdpa", trainable=case.trainable)
-                reference = replace(reference_gradients(alone, tokens), experts={})
                 outcomes.append((compare_gradients(planned, reference, 1), norm))
     return outcomes
 

@@ -1,11 +1,12 @@
 """The trainer as its ranks run it, on the pool's ranks: what it resumes and refuses, and what it leaves behind.
 
-Only joining the job is replaced: the pool's ranks have joined theirs. Commands in processes of their own are in
-``tests/e2e``.
+Only joining the job is replaced, for the pool's ranks have joined theirs, and a probed model is not probed again.
+Commands in processes of their own are in ``tests/e2e``.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from nestsp.cli.export import export_checkpoint
 from nestsp.cli.trace import trace_run
@@ -30,6 +32,7 @@ from nestsp.cluster import Cluster
 from nestsp.config import RunConfig, load_config
 from nestsp.errors import CheckpointError, ConfigError, NestspError
 from nestsp.execute.executor import Executor
+from nestsp.execute.probe import probe_line
 from nestsp.model.adapter import decoder_layers
 from nestsp.plan import Plan
 from nestsp.report.measured import TimedTurn
@@ -64,12 +67,22 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+@functools.cache
+def probed(model: str) -> str:
+    """What the probe says of a model, which is most of a short run: once for each model and process."""
+    return probe_line(AutoConfig.for_model(**json.loads(model)))
+
+
 def train_rank(rank: int, num_ranks: int, folder: Path, config: RunConfig, resume: str | None) -> Refusal | None:
     """The trainer on one rank of the pool."""
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     world = World(rank, rank, Cluster(1, num_ranks), torch.device("cpu"), "gloo", control)
-    with working_in(folder), patch.object(trainer, "join_world", lambda settings: world):
+    with (
+        working_in(folder),
+        patch.object(trainer, "join_world", lambda settings: world),
+        patch.object(trainer, "probe_line", lambda model: probed(model.to_json_string(use_diff=False))),
+    ):
         try:
             assert trainer.train(config, resume) == 0
         except NestspError as error:
@@ -367,13 +380,19 @@ def train_poisoned(rank: int, num_ranks: int, folder: Path, config: RunConfig, w
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("forward", "the output of layer 1"), ("backward", "the gradient of layer 1's output")]
+    ("where", "said", "router_loss"),
+    [
+        ("forward", "the output of layer 1", "off"),
+        ("backward", "the gradient of layer 1's output", "off"),
+        ("forward", "the output of layer 1", "counting_pass"),  # whose counts spoil the first microbatch, too
+    ],
 )
 def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
-    pool: RankPool, tmp_path: Path, where: str, said: str
+    pool: RankPool, tmp_path: Path, where: str, said: str, router_loss: str
 ) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
-    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null")
+    more = (f"train.router_loss={router_loss}", "train.router_loss_coefficient=0.1")
+    config = tiny("planner.max_tokens_per_rank=38", "train.checkpoint_every=null", *more)
     [refusal] = set(pool.run(train_poisoned, tmp_path, config, where, ranks=4))
     assert refusal is not None
     assert refusal.kind == "NumericsError"
@@ -383,6 +402,21 @@ def test_the_first_number_that_is_none_is_named_by_rank_microbatch_and_layer(
     assert {"ids", "positions", "targets", "weights"} <= saved.keys()
     if where == "forward":
         assert saved["layer_input"].shape == (1, len(saved["ids"]), 32)
+
+
+def test_numbers_that_are_none_only_with_the_routers_loss_are_found_when_the_step_is_run_again(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Its coefficient overflows float32: without it every number of the step is finite."""
+    write_corpus(tmp_path / "corpus.jsonl")
+    config = tiny(
+        "train.router_loss=counting_pass", "train.router_loss_coefficient=1e39", "planner.max_tokens_per_rank=100"
+    )
+    [refusal] = set(pool.run(train_rank, tmp_path, config, None, ranks=2))
+    assert refusal is not None
+    assert refusal.kind == "NumericsError"
+    assert re.match(r"the gradient norm of step 1 is (nan|inf), but it must be finite", refusal.sentence)
+    assert re.search(r"; first seen on rank \d in microbatch \d, in the gradient of ", refusal.sentence)
 
 
 # --- What a run is, whatever the ranks -----------------------------------------------------------

@@ -19,7 +19,7 @@ NESTSP = (sys.executable, "-m", "nestsp")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 # Far more than any command here needs, also on a busy machine.
-TIMEOUT_S = 240.0
+TIMEOUT_S = 480.0
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PYTEST_", "COLUMNS", "OMP_")
 
 

@@ -68,6 +68,11 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
             "leave it out for 2x2, or set cluster.ranks to the ranks of each host",
         ),
         (
+            ["train", "tiny.yaml", "--set", "data.source=missing.jsonl", "--set", "cluster.profile=my.yaml"],
+            "ConfigError: the cost profile is 'my.yaml', but the presets are a100-40g, a100-80g, a800, b200, cpu, "
+            "h100, h20, h200, h800, and there is no such file; give its path from the folder you are in",
+        ),
+        (
             ["train", "tiny.yaml", "--set", "planner.name=nps"],
             "ConfigError: planner.name is 'nps', but the planners are static, batch-adaptive, basp, disjoint, flexsp, "
             "nsp; did you mean 'nsp'?",
@@ -96,8 +101,8 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
         ),
     ],
     ids=str.split(
-        "no-file folder key set source empty-text broken-line all-dropped too-long tree planner degree vocabulary "
-        "family max-tokens cache-dir"
+        "no-file folder key set source empty-text broken-line all-dropped too-long tree profile planner degree "
+        "vocabulary family max-tokens cache-dir"
     ),
 )
 def test_a_wrong_setting_is_one_sentence_before_any_rank_starts(

@@ -33,7 +33,7 @@ TWO_RANKS = ("--set", "cluster.ranks=2", "--set", "planner.max_tokens_per_rank=1
 KEYS = {
     "step", "epoch", "loss", "lr", "grad_norm", "num_sequences", "num_tokens", "num_targets", "tokens_per_s",
     "tokens_per_s_per_rank", "flops_per_s_per_rank", "mfu", "save_s", "load_s", "peak_memory_bytes",
-    "peak_memory_rank", "step_s",
+    "peak_memory_rank", "fragmented_bytes", "step_s",
     "estimated_s", "makespan_s", "gap_to_bound", "planning_s", "attention_s", "exposed", "wait_s",
     "imbalance", "num_microbatches", "num_sequences_by_degree", "router_loss",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestsp.batch import SequenceBatch
-from nestsp.data.stream import DataState, SampleStream, sample_order, splitmix64
+from nestsp.data.stream import DataState, SampleStream, Share, sample_order, splitmix64
 from nestsp.errors import ConfigError, DataError
 
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -203,3 +203,38 @@ def test_a_stream_needs_exactly_one_batch_size_and_whole_samples() -> None:
         SampleStream(one[:0], sequences_per_step=1)
     with pytest.raises(DataError, match="sample 1 has 0 tokens"):
         SampleStream(np.array([3, 0]), sequences_per_step=1)
+
+
+@settings(deadline=None)
+@given(
+    lengths=lengths_lists,
+    together=st.integers(1, 4),
+    tokens=st.none() | st.integers(1, 200),
+    seed=st.integers(0, 3),
+    mixed=st.booleans(),
+)
+def test_A14_samples_that_stay_together_come_in_one_step_in_their_order(
+    lengths: list[int], together: int, tokens: int | None, seed: int, mixed: bool
+) -> None:
+    table = [length + number for length in lengths for number in range(together)]
+    half = (len(lengths) + 1) // 2 * together
+    shares = (Share(half, half + together), Share(len(table) - half, together)) if mixed and len(lengths) > 1 else ()
+    sizes = {"tokens_per_step": tokens} if tokens else {"sequences_per_step": 3 * together}
+    stream = SampleStream(np.array(table, dtype=np.int64), seed, **sizes, shares=shares, together=together)
+    taken: list[int] = []
+    for state, batch in _steps(stream, 2):
+        assert state.position % together == 0
+        runs = np.array(batch.ids).reshape(-1, together)
+        assert (runs[:, 0] % together == 0).all()
+        assert (runs == runs[:, :1] + np.arange(together)).all()
+        assert tokens is None or batch.num_sequences == together or batch.num_tokens <= tokens
+        taken += batch.ids
+    assert len(taken) == 2 * stream.num_samples
+    if not shares:
+        assert Counter(taken) == Counter(2 * list(range(len(table))))
+    assert sum(1 for _ in _steps(stream, 1)) == stream.steps_in_epoch(0)
+
+
+def test_a_step_that_would_tear_a_run_of_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a stream takes 3 samples a step, but 2 stay together; take a multiple"):
+        SampleStream(np.ones(4, dtype=np.int64), sequences_per_step=3, together=2)

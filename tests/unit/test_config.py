@@ -364,6 +364,12 @@ def test_settings_of_model_and_training_that_do_not_go_together_are_refused(over
         parse_config(LEAST, [override])
 
 
+def test_a_router_loss_that_is_off_may_be_written_as_the_sentences_say() -> None:
+    assert parse_config(LEAST, ["train.router_loss=off"]).train.router_loss == "off"
+    with pytest.raises(ConfigError, match=r"train\.router_loss is True, but it must be 'off', 'counting_pass' or"):
+        parse_config(LEAST, ["train.router_loss=on"])
+
+
 def test_offloading_without_recomputation_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.offload is true, but train\.recompute is false"):
         parse_config(LEAST, ["train.offload=true", "train.recompute=false"])

@@ -210,7 +210,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 1.5), (4, 1.5), (4, None)])
-def test_inner_functions_get_what_they_expect(kernel: Kernel, window: int | None, softcap: float | None) -> None:
+def test_E15_inner_functions_get_what_they_expect(kernel: Kernel, window: int | None, softcap: float | None) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(9, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4))
     ours, wanted = kernel.adapted(window, softcap), MathKernel(window, softcap)

@@ -64,7 +64,7 @@ KERNELS: dict[str, Kernel] = {
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("dtype", TOLERANCES.keys(), ids=str)
 @pytest.mark.parametrize("size", [3, 5, 8, 40, 256])
-def test_kernels_agree_with_a_plain_softmax(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
+def test_E15_kernels_agree_with_a_plain_softmax(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
     """Grouped-query layouts, regular and not: what a member gets of heads that do not divide by ranks."""
     for kv_of_query in ((0,), (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 1)):
         compare_with_plain(kernel, dtype, size, kv_of_query)

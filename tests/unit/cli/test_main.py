@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,26 @@ def test_help_names_every_command_and_every_option() -> None:
     for words in ("--set KEY=VALUE", "--resume auto|PATH", "torchrun --nproc-per-node 4 -m nestsp train CONFIG\n"):
         assert words in train
     assert "--max-tokens" in shown("verify", "--help")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+)
+def test_G26_ranks_let_segments_grow_before_torch_is_there(given: dict[str, str], kept: dict[str, str]) -> None:
+    code = (
+        "import os, sys, nestsp.cli.main as main\n"
+        "main._let_segments_grow()\n"
+        "assert 'torch' not in sys.modules\n"
+        "print({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k})\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | given, check=True)
+    assert done.stdout.strip() == str(kept)
 
 
 def test_version_is_the_packages() -> None:

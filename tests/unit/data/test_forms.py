@@ -205,7 +205,8 @@ def test_a_column_that_only_later_rows_have_is_refused(tmp_path: Path) -> None:
 def test_columns_of_no_form_are_refused(tmp_path: Path) -> None:
     assert _refusal(tmp_path, [{"content": "a", "id": 1}]) == (
         "data.source FOLDER/rows.jsonl has the columns content, id, but a sample has those of one form (tokens: "
-        "input_ids; chat: messages; prompt_completion: prompt and completion; text: text); rename or add columns"
+        "input_ids; chat: messages; prompt_completion: prompt and completion; preference: prompt and chosen "
+        "and rejected; text: text); rename or add columns"
     )
     assert "but data.format is chat (" in _refusal(tmp_path, [{"text": "a"}], form="chat")
 
@@ -272,6 +273,26 @@ def test_a_conversation_as_prompt_and_completion(tmp_path: Path) -> None:
     split = _build(tmp_path, [{"prompt": CHAT[:2], "completion": CHAT[2:3]}], folder)
     assert split.meta["form"] == "prompt_completion"
     assert _documents(split) == _documents(whole)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_A14_a_preference_is_two_prompts_with_their_completions(tmp_path: Path, chats: bool) -> None:
+    folder = str(save_tokenizer(tmp_path / "tokenizer", CHATML))
+    other = {"role": "assistant", "content": "no"}
+    answers: list[Any] = [CHAT[2:3], [other]] if chats else [" yes", " no, not at all"]
+    prompts: list[Any] = [CHAT[:2], [CHAT[0]]] if chats else ["one", "two"]
+    pairs = [{"prompt": prompt, "chosen": answers[0], "rejected": answers[1], "score": 3} for prompt in prompts]
+    store = _build(tmp_path, pairs, folder)
+    assert store.meta["form"] == "preference"
+    assert store.meta["ignored"] == ["score"]
+    apart = [{"prompt": prompt, "completion": answer} for prompt in prompts for answer in answers]
+    assert _documents(store) == _documents(_build(tmp_path, apart, folder))
+    assert all(0 < sum(weights) < len(weights) for _, _, weights in _documents(store))
+
+
+def test_an_answer_of_another_kind_than_its_prompt_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    row = {"prompt": "one", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}
+    assert "has a list as 'rejected', but it must be a string; mend or remove it" in _refusal(tmp_path, [row])
 
 
 def test_a_chat_with_bytes_and_a_template_of_ones_own(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ RECORD = StepMetrics(
     step=7, epoch=1, loss=2.5, lr=3e-3, grad_norm=1.25, num_sequences=5, num_tokens=8000, num_targets=7995,
     tokens_per_s=4000.0, tokens_per_s_per_rank=1000.0, flops_per_s_per_rank=4e14, mfu=None,
     step_s=2.0, estimated_s=None, makespan_s=1.0, gap_to_bound=0.25, planning_s=0.01, attention_s=0.5, exposed=0.034,
-    wait_s=0.0, save_s=0.0, load_s=0.01, peak_memory_bytes=2**30, peak_memory_rank=3, imbalance=0.0125,
-    num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
+    wait_s=0.0, save_s=0.0, load_s=0.01, peak_memory_bytes=2**30, peak_memory_rank=3, fragmented_bytes=0,
+    imbalance=0.0125, num_microbatches=2, num_sequences_by_degree={1: 3, 4: 2},
 )  # fmt: skip
 
 

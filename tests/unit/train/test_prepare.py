@@ -76,8 +76,14 @@ def test_the_number_of_steps_does_not_depend_on_ranks(hosts: int, ranks: int) ->
             "planner.attention is ring, but the model has layers with a sliding window of 16, which no ring runs; set "
             "it to auto or ulysses",
         ),
+        (
+            ["train.mlp_slice_tokens=8", "model.config.model_type=gpt_oss", "model.config.num_local_experts=4"],
+            ModelError,
+            "train.mlp_slice_tokens is set, but GptOssMLP returns a tuple instead of hidden states, which cannot be "
+            "put together again; set it to null",
+        ),
     ],
-    ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows"),
+    ids=str.split("dropout window positions vocabulary nsp-degree static-degree ring-of-windows slices"),
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], kind: type[NestspError], sentence: str) -> None:
     with pytest.raises(kind) as caught:
@@ -90,3 +96,23 @@ def test_a_planner_that_is_not_there_is_refused_before_the_store_is_built(tmp_pa
     with pytest.raises(ConfigError, match=r"planner\.name is 'nps'"):
         prepare(tiny("planner.name=nps"), Cluster(1, 4))
     assert not (tmp_path / ".nestsp").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((), "two samples each, but data.samples_together is 1; set it to 2"),
+        (
+            ("data.samples_together=2",),
+            "but without train.sequence_loss the rejected ones would be taught, too; set it",
+        ),
+    ],
+)
+def test_A14_pairs_that_nothing_compares_are_refused(tmp_path: Path, overrides: tuple[str, ...], sentence: str) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    with pytest.raises(ConfigError) as caught:
+        prepare(tiny(*overrides), Cluster(1, 4))
+    assert str(caught.value).startswith(
+        "corpus.jsonl has rows of a chosen and a rejected answer, which are two samples"
+    )
+    assert sentence in str(caught.value)
