@@ -568,13 +568,9 @@ def rank_tokens(plan: Plan, number: int, cost: CostModel) -> RankTokens:
 
 
 def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cost: CostModel) -> tuple[_Move, ...]:
-    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart.
-
-    Those of the first autograd node come first, also where groups take turns one after another.
-    """
+    """The turns of one layer and pass with their costs; groups that differ in kind or keep are apart."""
     turns_of: dict[Chain, _Turns] = {}
-    opening: list[_Move] = []
-    others: list[_Move] = []
+    moves: list[_Move] = []
     for step in schedule.steps(number, which):
         level, degree = step.turn.level, cost.tree.degree(step.turn.level)
         alike: dict[Chain, list[int]] = {}
@@ -586,9 +582,8 @@ def _moves(schedule: Schedule, number: int, which: Pass, sizes: _LevelSizes, cos
         for chain, indices in alike.items():
             groups = np.array(indices, dtype=np.int64)
             move = turns_of[chain].move(step.turn, chain, groups, sizes)
-            moves = opening if step.turn.opens else others
             moves.append(move if schedule.streaming else move.unhidden())
-    return tuple(move for move in opening + others if move.does_something)
+    return tuple(move for move in moves if move.does_something)
 
 
 @dataclass(frozen=True, slots=True)

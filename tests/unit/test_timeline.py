@@ -13,7 +13,7 @@ from nestsp.cost.profile import load_profile
 from nestsp.known_models import known_model
 from nestsp.plan import GatherTurns, Keep, Microbatch, Placement, Plan
 from nestsp.schedule import Pass, make_schedule, num_exchanges
-from nestsp.simulate import Timeline, simulate
+from nestsp.simulate import Timeline, place_gathers, simulate
 
 SHAPE = dataclasses.replace(known_model("qwen3-30b-a3b"), num_layers=12, num_moe_layers=12)
 PROFILE = load_profile("h100")
@@ -334,3 +334,39 @@ def test_own_layers_leave_out_head_and_waiting(ring: int, keep: Keep, kept_layer
     computing_s = short.computing_s - head_s - cost.update_s
     np.testing.assert_allclose(short.layers_s[0], computing_s, rtol=ROUNDING)
     assert (short.unhidden_s[0] <= short.exchanging_s + ROUNDING).all()
+
+
+CHOICES = [GatherTurns(forward, backward, 1) for forward in range(4) for backward in range(4)]
+
+
+@pytest.mark.parametrize(("ring", "keep", "kept_layers"), VARIANTS)
+def test_choices_side_by_side_are_each_what_they_are_alone(ring: int, keep: Keep, kept_layers: int) -> None:
+    cost = model(network_bytes_per_s=2e10)
+    plan = nested(cost, ring=ring, keep=keep, kept_layers=kept_layers)
+    alone = [timeline(dataclasses.replace(plan, gathers=choice), cost) for choice in CHOICES]
+    assert len({each.makespan_s for each in alone}) > 1
+    best = place_gathers(make_schedule(plan), cost, CHOICES)
+    assert best.makespan_s == pytest.approx(min(each.makespan_s for each in alone), rel=ROUNDING)
+    for choice, one in zip(CHOICES, alone, strict=True):
+        # The last of several equal choices is not taken.
+        found = place_gathers(make_schedule(plan), cost, [choice, choice])
+        assert found.schedule.plan.gathers == choice
+        assert found.makespan_s == pytest.approx(one.makespan_s, rel=ROUNDING)
+        np.testing.assert_allclose(found.unhidden_s, one.unhidden_s, rtol=1e-6, atol=1e-12)
+    chosen = alone[CHOICES.index(best.schedule.plan.gathers)]
+    np.testing.assert_allclose(best.unhidden_s, chosen.unhidden_s, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(best.exchanging_s, chosen.exchanging_s, rtol=1e-6, atol=1e-12)
+    assert best.microbatch_s == pytest.approx(chosen.microbatch_s, rel=ROUNDING)
+
+
+def test_a_timeline_is_rough_only_if_layers_still_changed_where_the_walk_was_cut() -> None:
+    cost = model()
+    plan = nested(cost)
+    exact = timeline(plan, cost)
+    rough, enough = (
+        place_gathers(make_schedule(plan), cost, [plan.gathers], most_layers=most_layers) for most_layers in (1, 2)
+    )
+    assert rough.is_rough
+    assert rough.makespan_s > 1.1 * exact.makespan_s
+    assert not enough.is_rough
+    assert enough.makespan_s == exact.makespan_s

@@ -12,10 +12,12 @@ from nestsp.cluster import Cluster
 from nestsp.cost.bound import lower_bound
 from nestsp.cost.model import CostModel, make_cost_model
 from nestsp.cost.profile import load_profile
+from nestsp.data.lengths import draw_batch, read_lengths
 from nestsp.errors import InfeasibleError
 from nestsp.known_models import known_model
+from nestsp.plan import GatherTurns, Plan
 from nestsp.planners.baselines import BaspGroups, BatchAdaptive, DisjointGroups, StaticDegree, static_degrees
-from nestsp.planners.ground import cost_ground
+from nestsp.planners.ground import cost_ground, gather_choices
 from nestsp.planners.recompute import spend_memory
 from nestsp.planners.search import NestedGroups
 from nestsp.schedule import make_schedule
@@ -136,3 +138,31 @@ def test_a_kept_output_would_cost_time_where_every_layer_is_kept() -> None:
 
 def test_degrees_of_a_tree_fall() -> None:
     assert static_degrees(Cluster(3, 2).default_tree()) == (6, 2, 1)
+
+
+def test_gathers_have_a_choice_where_exchanges_take_their_links() -> None:
+    cost = make_cost_model(SHAPE, Cluster(4, 2), load_profile("h100"))
+    batch = SequenceBatch.of_lengths([9_000, 4_000])
+    tree = cost.tree
+    inside, across = (
+        Plan.of_groups(tree, batch, [{tree.group(level, 0): [0, 1]}], "test") for level in (tree.num_levels - 2, 1)
+    )
+    assert gather_choices(inside, cost) == (GatherTurns(),)
+    choices = gather_choices(across, cost)
+    assert choices[0] == GatherTurns()
+    assert len(set(choices)) == len(choices) > 3
+    for choice in choices:
+        plan = dataclasses.replace(across, gathers=choice)
+        plan.check()
+        assert choice == GatherTurns() or choice.num_levels == 2  # four hosts: the root and pairs of hosts
+        assert np.isfinite(simulate(make_schedule(plan), cost).makespan_s)
+
+
+def test_a_batch_whose_rings_would_wait_behind_gathers_is_near_its_bound() -> None:
+    """24 % if gathers follow the first exchanges: the short messages of a ring wait for the slowest of all ranks."""
+    cost = make_cost_model(known_model("qwen3-30b-a3b"), Cluster(8, 8), load_profile("h800"))
+    samples = read_lengths("wikipedia", num_samples=100_000, seed=2)
+    batch = draw_batch(samples, max_tokens=2_000_000, max_length=384_000).batch
+    judged = NestedGroups(cost_ground(cost)).judge(batch)
+    assert judged.plan.gathers.forward > 1
+    assert judged.makespan_s < 1.09 * lower_bound(batch, cost).makespan_s
