@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -58,16 +59,15 @@ class Exchange:
         received = self._received
         assert received is not None, "an exchange is finished once"
         self._sent = self._received = None  # whoever still holds the exchange holds no memory
-        pieces: list[list[torch.Tensor]] = []
-        start = 0
-        for announced in self._announced:
-            tensors = []
-            for shape, dtype in announced:
-                size = math.prod(shape) * dtype.itemsize // received.itemsize
-                tensors.append(received[start : start + size].view(dtype).view(shape))
-                start += size
-            pieces.append(tensors)
-        return pieces
+        pieces = iter(_pieces(received, [piece for announced in self._announced for piece in announced]))
+        return [list(islice(pieces, len(announced))) for announced in self._announced]
+
+
+def _pieces(buffer: torch.Tensor, layout: Sequence[tuple[Shape, torch.dtype]]) -> list[torch.Tensor]:
+    """Tensors that lie one after another in a buffer and fill it."""
+    sizes = [math.prod(shape) * dtype.itemsize // buffer.itemsize for shape, dtype in layout]
+    cut = zip(buffer.split(sizes), layout, strict=True)
+    return [(x if x.dtype == dtype else x.view(dtype)).view(shape) for x, (shape, dtype) in cut]
 
 
 def start_exchange(link: Link, parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Shape]]) -> Exchange:
@@ -124,12 +124,10 @@ def _start(
     in_sizes = [sum(tensor.nbytes for tensor in member) // width for member in parts]
     out_sizes = [sum(math.prod(shape) * dtype.itemsize for shape, dtype in member) // width for member in announced]
     sent = torch.empty(sum(in_sizes), dtype=wire_dtype, device=device)
-    start = 0
-    for member in parts:
-        for tensor in member:
-            stop = start + tensor.nbytes // width
-            sent[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            start = stop
+    tensors = [tensor for member in parts for tensor in member]
+    places = _pieces(sent, [(tensor.shape, tensor.dtype) for tensor in tensors])
+    if tensors:  # in one call: a large group's exchange has hundreds, and each would cost the host some microseconds
+        torch._foreach_copy_(places, tensors)
     received = torch.empty(sum(out_sizes), dtype=wire_dtype, device=device)
     if link.stream is None:
         work = dist.all_to_all_single(received, sent, out_sizes, in_sizes, group=link.group, async_op=True)
