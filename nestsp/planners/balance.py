@@ -24,12 +24,13 @@ __all__ = ["balance"]
 Floats = npt.NDArray[np.float64]
 
 
-def balance(plan: Plan, layers_s: Floats, ground: Ground, head_part: float = 0.0) -> Plan | None:
+def balance(plan: Plan, own_s: Floats, ground: Ground, head_part: float = 0.0) -> Plan | None:
     """The same plan with the sequences of single ranks dealt anew, not finished; None if one finds no room.
 
     Args:
         plan: A finished plan.
-        layers_s: float64 [microbatches, ranks], from the ground's verdict on it.
+        own_s: float64 [microbatches, ranks], what each rank's own work takes, from the ground's verdict on it: its
+            computation, and as much of the exchanges that nothing hides as is to count.
         ground: What to plan on.
         head_part: Which part of the head's time counts.
     """
@@ -38,7 +39,7 @@ def balance(plan: Plan, layers_s: Floats, ground: Ground, head_part: float = 0.0
     microbatches = []
     for number, microbatch in enumerate(plan.microbatches):
         each_s = seconds + (head_s - microbatch.num_kept_layers * ground.layer_s) * lengths
-        loads_s = layers_s[number] + head_s * np.array(plan.rank_tokens(number), float)
+        loads_s = own_s[number] + head_s * np.array(plan.rank_tokens(number), float)
         dealt = _deal(microbatch, loads_s, each_s, sizes, ground)
         if dealt is None:
             return None

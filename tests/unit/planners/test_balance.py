@@ -29,22 +29,22 @@ def lopsided() -> Plan:
 def test_short_sequences_go_where_work_ends_first_and_long_ones_stay() -> None:
     plan = GROUND.finish(lopsided())
     before = GROUND.evaluate(plan)
-    dealt = balance(plan, before.layers_s, GROUND)
+    dealt = balance(plan, before.own_s, GROUND)
     assert dealt is not None
     dealt.check()
     after = GROUND.evaluate(GROUND.finish(dealt))
     assert after.makespan_s < before.makespan_s
-    assert after.layers_s.max() < 0.7 * before.layers_s.max()
+    assert after.own_s.max() < 0.7 * before.own_s.max()
     assert dealt.microbatches[0].placements[0] == lopsided().microbatches[0].placements[0]
 
 
 def test_a_plan_in_balance_is_not_made_slower_by_much() -> None:
     plan = GROUND.finish(lopsided())
     for _ in range(3):
-        dealt = balance(plan, GROUND.evaluate(plan).layers_s, GROUND)
+        dealt = balance(plan, GROUND.evaluate(plan).own_s, GROUND)
         assert dealt is not None
         plan = GROUND.finish(dealt)
-    loads = GROUND.evaluate(plan).layers_s[0]
+    loads = GROUND.evaluate(plan).own_s[0]
     longest = GROUND.guesses[0].seconds(np.array([1_390.0]))[-1, 0]
     assert loads.max() - np.sort(loads)[0] <= longest * 1.1  # no further apart than one short sequence
 
@@ -52,7 +52,7 @@ def test_a_plan_in_balance_is_not_made_slower_by_much() -> None:
 def test_no_room_is_no_plan() -> None:
     plan = GROUND.finish(lopsided())
     full = dataclasses.replace(GROUND, free_bytes=float(GROUND.bytes(np.array([5_000.0]))[-1, 0]))
-    assert balance(plan, GROUND.evaluate(plan).layers_s, full) is None
+    assert balance(plan, GROUND.evaluate(plan).own_s, full) is None
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
@@ -62,7 +62,7 @@ def test_every_sequence_stays_in_its_microbatch(num_microbatches: int) -> None:
     groups = [{tree.group(3, 2): part} for part in parts]
     groups[0][tree.group(0, 0)] = [0]
     plan = GROUND.finish(Plan.of_groups(tree, BATCH, groups, "test"))
-    dealt = balance(plan, GROUND.evaluate(plan).layers_s, GROUND)
+    dealt = balance(plan, GROUND.evaluate(plan).own_s, GROUND)
     assert dealt is not None
     for number, part in enumerate(parts):
         placed = {s for placement in dealt.microbatches[number].placements for s in placement.sequences}
