@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "cluster", "shape", "batch", "known_models"),
     ("data", "cost"),
     ("plan", "schedule", "shard"),
-    ("simulate",),
+    ("moves", "simulate"),
     ("planners",),
     ("report",),
     ("comm",),
