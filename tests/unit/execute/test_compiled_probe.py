@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from nestsp.errors import ModelError
 from nestsp.execute.compiled_probe import probe_compiled
@@ -63,6 +64,21 @@ def test_a_compiler_that_fails_on_the_model_is_named(monkeypatch: pytest.MonkeyP
         match=r"train\.compile is true, but torch\.compile fails on the llama model \(RuntimeError: Constraints "
         r"violated \(L\['x'\]\.size\(\)\[1\]\)\); set train\.compile: false$",
     ):
+        probe_compiled(subject)
+
+
+# PyTorch's compiler looks at a tensor of its own.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_block_whose_code_depends_on_the_length_is_refused(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    """By the compiler itself: it would compile anew at each length."""
+    num_tokens = sum(len(ids) for ids in subject.sequences.values())
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return hidden if x.shape[1] == num_tokens else hidden * 2
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ModelError, match=r"torch\.compile fails on the llama model \(\w*ConstraintViolation"):
         probe_compiled(subject)
 
 
