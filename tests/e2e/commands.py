@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 # Far more than any command here needs, also on a busy machine.
 TIMEOUT_S = 480.0
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PYTEST_", "COLUMNS", "OMP_")
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PYTEST_", "COLUMNS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,13 @@ class Finished:
         return [line for line in self.err.splitlines() if line.startswith("nestsp: ")]
 
 
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without what a launcher or pytest set in it."""
+def environment() -> dict[str, str]:
+    """This process's environment without what a launcher or pytest set in it.
+
+    A rank has one thread. By default the only rank of a host takes all cores, also where two "hosts" share them.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
-    return {**kept, "HF_HUB_OFFLINE": "1", "TERM": "xterm", **(more or {})}
+    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "xterm"}
 
 
 def run(folder: Path, *arguments: str, program: Sequence[str] = NESTSP) -> Finished:

@@ -25,7 +25,7 @@ def test_131072_tokens_beside_500_short_sequences_run_exactly_and_within_the_mem
     found = subprocess.run(
         [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "benchmarks.long_context"],
         cwd=Path(__file__).parents[2],
-        env=environment({"OMP_NUM_THREADS": "1"}),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
