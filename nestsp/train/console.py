@@ -63,5 +63,5 @@ class Bar:
         """Move to a place."""
         self._progress.update(self._task, completed=done, total=total)
         if self._say is not None and time.monotonic() >= self._next_line_at:
-            self._say(f"{self._what}: {done:,}" + ("" if total is None else f" of {total:,}"))
+            self._say(f"{self._what}: {done:,}" if not total else f"{self._what}: {done / total:.0%}")
             self._next_line_at = time.monotonic() + _LINES_EVERY_S
