@@ -50,7 +50,8 @@ def choose_kernel(
             installed; nothing is fetched unless it is named.
 
     Raises:
-        ConfigError: The named kernel is not there or does not fit, or a kernel computes something else than attention.
+        ConfigError: The named kernel is not there or does not fit, or a kernel cannot be imported or computes something
+            else than attention.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
     fits_flash = device.type == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= 256
@@ -62,7 +63,7 @@ def choose_kernel(
                 f"multiples of 8 up to 256, and this run has {device.type}, {str(dtype).removeprefix('torch.')}, "
                 f"{head_dim}; set it to auto"
             )
-        kernel = _load(named)
+        kernel = _load(named, named)
     elif named == "auto" and fits_flash:
         kernel = _installed(device, softcap)
     if kernel is not None:
@@ -76,28 +77,37 @@ def choose_kernel(
 def _installed(device: torch.device, softcap: float | None) -> Kernel | None:
     """A package's kernel that does better than PyTorch's own: on Hopper GPUs, and under soft caps."""
     if _version("flash_attn_3") and torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        return _load("flash-attn-3")
+        return _load("flash-attn-3", "auto")
     if softcap and _version("flash_attn") >= (2, 7):
-        return _load("flash-attn-2")
+        return _load("flash-attn-2", "auto")
     return None
 
 
-def _load(named: str) -> Kernel:
-    if "/" in named:
-        return _load_from_hub(named)
+def _load(chosen: str, named: str) -> Kernel:
+    """A kernel by its name; the user named it, or ``auto``."""
+    if "/" in chosen:
+        return _load_from_hub(chosen)
     package, module, least = {
         "flash-attn-2": ("flash_attn", "flash_attn.flash_attn_interface", (2, 7)),
         "flash-attn-3": ("flash_attn_3", "flash_attn_interface", (3,)),
-    }[named]
+    }[chosen]
+    is_auto = named == "auto"
+    subject = f"train.attention_kernel is '{named}'" + (f" and chose {chosen}" if is_auto else "")
     found = _version(package)
     if not least <= found < (least[0] + 1,):
         version = ".".join(map(str, found)) or "missing"
         raise ConfigError(
-            f"train.attention_kernel is '{named}', but the package {package} is {version}, and "
-            f"{'.'.join(map(str, least))} or a later {least[0]} is needed; install it, or set the kernel to auto"
+            f"{subject}, but the package {package} is {version}, and {'.'.join(map(str, least))} or a later {least[0]} "
+            f"is needed; install it, or set the kernel to {'torch' if is_auto else 'auto'}"
         )
-    functions = importlib.import_module(module)
-    of_two = named == "flash-attn-2"
+    try:
+        functions = importlib.import_module(module)
+    except Exception as error:  # built for another torch or CUDA, it may raise anything
+        raise ConfigError(
+            f"{subject}, but the package {package} cannot be imported ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); mend it, or set the kernel to torch"
+        ) from error
+    of_two = chosen == "flash-attn-2"
     return FlashAttn2(functions, "flash-attn 2") if of_two else FlashAttn3(functions, "flash-attn 3")
 
 

@@ -5,11 +5,10 @@ Presets lie in ``presets/``; a path reads any other file. A figure whose source 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -119,6 +118,15 @@ _OPTIONAL = ("peak_flops_per_s",)
 _FIGURES = tuple(field.name for field in dataclasses.fields(CostProfile) if field.name not in _TEXTS)
 _MAY_BE_ZERO = ("_half_length", "_head_tokens", "_latency_s", "launch_s", "communicator_bytes", "margin_bytes")
 
+_ZERO_OR_MORE, _ABOVE_ZERO = "a finite number 0 or more", "a finite number above 0"
+_WHOLE, _FRACTION = "a whole number above 0", "a fraction above 0 and at most 1"
+_RULES: dict[str, Callable[[float], bool]] = {
+    _ZERO_OR_MORE: lambda number: 0.0 <= number < math.inf,
+    _ABOVE_ZERO: lambda number: 0.0 < number < math.inf,
+    _WHOLE: lambda number: 0.0 < number < math.inf and number.is_integer(),
+    _FRACTION: lambda number: 0.0 < number <= 1.0,
+}
+
 
 def preset_names() -> tuple[str, ...]:
     """Names of the presets that come with the package."""
@@ -161,7 +169,7 @@ def load_profile(name_or_path: str) -> CostProfile:
 def _parse(text: str, where: str) -> CostProfile:
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a number of thousands of digits, or a 13th month
         raise ConfigError(f"the cost profile {where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict) or not isinstance(data.get("figures"), dict):
         raise ConfigError(f"the cost profile {where} has no figures, but needs them; see the presets")
@@ -174,7 +182,7 @@ def _parse(text: str, where: str) -> CostProfile:
     for name in figures:
         if name not in _FIGURES:
             raise ConfigError(
-                f"the cost profile {where} has {name!r}, which is no figure{did_you_mean(name, _FIGURES)}"
+                f"the cost profile {where} has {name!r}, which is no figure{did_you_mean(str(name), _FIGURES)}"
             )
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -185,25 +193,42 @@ def _parse(text: str, where: str) -> CostProfile:
         if not isinstance(entry, dict) or set(entry) != {"value", "source"} or not isinstance(entry["source"], str):
             raise ConfigError(f"the cost profile {where} has no value and source of {name}, but needs both; add them")
         values[name], sources[name] = _figure(name, entry["value"], where), entry["source"]
-    texts = [data.get("name"), data.get("hardware"), *data.get("device_names", ())]
+    texts: list[Any] = [data.get("name"), data.get("hardware")]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"the cost profile {where} has no name and hardware, but needs both; add them")
-    return CostProfile(texts[0], texts[1], tuple(texts[2:]), **values, sources=sources)
+    devices = data.get("device_names", [])
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
+        raise ConfigError(
+            f"the cost profile {where} has device_names {devices!r}, but it must be a list of texts; correct it"
+        )
+    return CostProfile(texts[0], texts[1], tuple(devices), **values, sources=sources)
 
 
 def _figure(name: str, value: Any, where: str) -> Any:
+    if name == "ranks_per_host":
+        return int(_number(name, value, where, _WHOLE))
+    if name == "network_ring_efficiency":
+        return _number(name, value, where, _FRACTION)
     if name == "network_exchange_efficiency":
         if not isinstance(value, dict) or not value:
             raise ConfigError(f"the cost profile {where} has {name} {value!r}, but it must map hosts to a fraction")
-        points = sorted(
-            (_figure("hosts", hosts, where), _figure(name + "s", part, where)) for hosts, part in value.items()
-        )
-        return tuple((int(hosts), part) for hosts, part in points)
-    if isinstance(value, str):  # YAML 1.1 reads 1e9 as text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    least = 0.0 if name.endswith(_MAY_BE_ZERO) else math.ulp(0.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
-        rule = "0 or more" if least == 0.0 else "above 0"
-        raise ConfigError(f"the cost profile {where} has {name} {value!r}, but it must be a number {rule}; correct it")
-    return int(value) if name == "ranks_per_host" else float(value)
+        points = []
+        for hosts, part in value.items():
+            num_hosts = int(_number(f"{name} at a number of hosts of", hosts, where, _WHOLE))
+            points.append((num_hosts, _number(f"{name} at {num_hosts} hosts of", part, where, _FRACTION)))
+        return tuple(sorted(points))
+    return _number(name, value, where, _ZERO_OR_MORE if name.endswith(_MAY_BE_ZERO) else _ABOVE_ZERO)
+
+
+def _number(named: str, value: Any, where: str, rule: str) -> float:
+    number = math.nan
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):  # YAML 1.1 reads 1e9 as text
+        try:
+            number = float(value)
+        except ValueError:
+            pass
+        except OverflowError:  # hundreds of digits, which nobody wants to read again
+            value = math.inf if int(value) > 0 else -math.inf
+    if not _RULES[rule](number):
+        raise ConfigError(f"the cost profile {where} has {named} {value!r}, but it must be {rule}; correct it")
+    return number

@@ -90,7 +90,7 @@ def choose_loss(
         named: ``train.loss_kernel``; ``auto`` is Liger's where it fits.
 
     Raises:
-        ConfigError: The named kernel does not fit, or the kernel computes something else.
+        ConfigError: The named kernel does not fit, or the kernel cannot be imported or computes something else.
     """
     if named == "torch":
         return None
@@ -99,7 +99,14 @@ def choose_loss(
         if named == "auto":
             return None
         raise ConfigError(f"train.loss_kernel is '{named}', but {reason}; set it to auto or torch")
-    function = getattr(importlib.import_module(_MODULE), _FUNCTION)
+    try:
+        function = getattr(importlib.import_module(_MODULE), _FUNCTION)
+    except Exception as error:  # built for another Triton or torch, it may raise anything
+        chose = " and chose liger" if named == "auto" else ""
+        raise ConfigError(
+            f"train.loss_kernel is '{named}'{chose}, but the package {_PACKAGE} cannot be imported "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); mend it, or set the kernel to torch"
+        ) from error
     softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
     fused = FusedLoss(function, f"liger {importlib.metadata.version(_PACKAGE)}", softcap)
     prove_loss(fused, device, dtype, model.config.vocab_size)

@@ -104,6 +104,42 @@ def test_a_named_kernel_is_taken_or_refused(install: Callable[..., None], unprov
     assert unproven == ["flash-attn 2"]
 
 
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+@pytest.mark.parametrize(
+    ("kernel", "package"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_3")], ids=["2", "3"]
+)
+def test_a_package_that_cannot_be_imported_is_one_sentence_whoever_chose_it(
+    error: type[Exception],
+    kernel: str,
+    package: str,
+    install: Callable[..., None],
+    unproven: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install((9, 0), **{package: "2.8.3" if kernel == "flash-attn-2" else "3.0.0"})
+
+    def broken(name: str) -> ModuleType:
+        raise error(f"{name}:\n  undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    for named, subject in ((kernel, f"'{kernel}'"), ("auto", f"'auto' and chose {kernel}")):
+        with pytest.raises(ConfigError) as caught:
+            choose_kernel(GPU, BF16, 128, softcap=30.0, named=named)
+        said = str(caught.value)
+        assert said.startswith(f"train.attention_kernel is {subject}, but the package {package} cannot be imported (")
+        assert f"({error.__name__}: flash_attn" in said
+        assert said.endswith("_interface: undefined symbol); mend it, or set the kernel to torch")
+    assert isinstance(choose_kernel(GPU, BF16, 128, named="torch"), CudaFlash)
+    assert not unproven
+
+
+def test_an_unknown_version_that_auto_meets_is_not_said_to_be_the_users(install: Callable[..., None]) -> None:
+    install(flash_attn="10.0")
+    said = r"^train\.attention_kernel is 'auto' and chose flash-attn-2, but .* 10\.0, .*; install it, or .* to torch$"
+    with pytest.raises(ConfigError, match=said):
+        choose_kernel(GPU, BF16, 128, softcap=30.0)
+
+
 class TestFromTheHub:
     @pytest.fixture
     def hub(self, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]) -> dict[str, Any]:

@@ -168,6 +168,29 @@ def test_what_it_does_not_fit_is_pytorchs_own_or_refused_if_it_is_named(
     assert said in str(caught.value)
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("named", "subject"), [("liger", "'liger'"), ("auto", "'auto' and chose liger")])
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, None])
+def test_a_package_that_cannot_be_imported_is_one_sentence_whoever_chose_it(
+    monkeypatch: pytest.MonkeyPatch, named: str, subject: str, error: type[Exception] | None
+) -> None:
+    def broken(name: str) -> SimpleNamespace:
+        if error is None:
+            return SimpleNamespace()  # without the function
+        raise error("libtriton:\n  undefined symbol")
+
+    monkeypatch.setattr("nestsp.model.fused_loss.importlib.import_module", broken)
+    model = model_of(LLAMA)
+    with pytest.raises(ConfigError) as caught:
+        choose_loss(model, GPU, torch.bfloat16, named)
+    said = str(caught.value)
+    assert said.startswith(f"train.loss_kernel is {subject}, but the package liger-kernel cannot be imported (")
+    reason = "(AttributeError: " if error is None else f"({error.__name__}: libtriton: undefined symbol); "
+    assert reason in said
+    assert said.endswith("); mend it, or set the kernel to torch")
+    assert choose_loss(model, GPU, torch.bfloat16, "torch") is None
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_kernel_that_is_wrong_or_fails_is_refused_before_it_is_used(
     monkeypatch: pytest.MonkeyPatch, softcap: float | None
