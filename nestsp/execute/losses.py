@@ -171,8 +171,9 @@ def _linearise(loss: SequenceLoss, sums: SequenceSums) -> tuple[Tensor, Tensor]:
         bad = [
             identity for identity, slope in zip(sums.ids, slope_S.tolist(), strict=True) if not abs(slope) < torch.inf
         ]
+        slopes = f", and its derivative is not finite for sequences {bad[:5]}" if bad else ""
         raise NumericsError(
-            f"the loss is {value.item()}, and its derivative is not finite for sequences {bad[:5]}, but both must be; "
-            "no gradient was made of it, so correct the loss"
+            f"the loss is {value.item()}{slopes}, but both must be finite; no gradient was made of it, so correct the "
+            "loss"
         )
     return value.detach(), slope_S

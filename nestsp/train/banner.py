@@ -29,6 +29,8 @@ _RECOMPUTE: Mapping[bool | str, str] = {
     False: "no layer is recomputed",
 }
 
+_NO_PRESET = "no preset names this GPU, so plans are made for a CPU's figures; name one in cluster.profile"
+
 
 def run_banner(
     prepared: Prepared,
@@ -63,7 +65,7 @@ def run_banner(
             [
                 f"{describe_cluster(world.cluster)}; {world.device.type} ({device}), {world.backend}, "
                 f"{str(dtype).removeprefix('torch.')}; attention by {executor.kernel.name}, loss by "
-                f"{'PyTorch' if fused is None else fused.name}",
+                f"{'PyTorch' if fused is None else fused.name}{_own_loss(config)}",
                 *([f"more ranks than this host's {plural(cores, 'core')}, so they take turns"] if crowded else []),
                 f"{_sharding(config, world)}; {_RECOMPUTE[config.train.recompute]} in backward",
                 *(["blocks of layers are compiled by torch.compile, attention and experts not"] if compiled else []),
@@ -71,7 +73,13 @@ def run_banner(
         ),
         ("tree", draw_tree(prepared.tree)),
         ("planner", [f"{task.planner}{degree}" + ("" if task.streaming else "; groups one after the other")]),
-        ("profile", [f"{cost.profile.name}: {cost.profile.hardware}"]),
+        (
+            "profile",
+            [
+                f"{cost.profile.name}: {cost.profile.hardware}",
+                *([_NO_PRESET] if world.device.type == "cuda" and cost.profile.name == "cpu" else []),
+            ],
+        ),
         (
             "memory",
             [
@@ -111,6 +119,13 @@ def run_banner(
         ),
     ]
     return f"nestsp {importlib.metadata.version('nestsp')}\n{aligned(rows)}\n"
+
+
+def _own_loss(config: RunConfig) -> str:
+    """The user's function, if there is one."""
+    train = config.train
+    own = train.token_loss or train.sequence_loss
+    return "" if own is None else f", given to {own}" + (", beside the reference" if train.reference else "")
 
 
 def _sharding(config: RunConfig, world: World) -> str:

@@ -204,9 +204,9 @@ def _gather(root: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[
 
 def _write_model(config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path) -> None:
     # A model without memory of its own, to whose class save_pretrained belongs. Its config is a copy: saving notes
-    # things in it, and its attention is the default's, which every reader has.
+    # things in it, and its attention is the one that every family has.
     config = copy.deepcopy(config)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager"
     dtype = next(iter(tensors.values())).dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]

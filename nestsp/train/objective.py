@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ __all__ = ["load_function", "make_objective", "try_token_loss"]
 _ROUNDING = 1e-4
 _ROUNDING_64 = 1e-9
 
+_REFERENCE_HINT = ", or set train.reference: true if it compares with sums.reference_S"
+
 
 def make_objective(prepared: Prepared, world: World) -> Objective:
     """What the run minimises; imports the user's module, if there is one. Every rank must call it.
@@ -44,6 +46,7 @@ def make_objective(prepared: Prepared, world: World) -> Objective:
             rank.
     """
     train = prepared.config.train
+    tried: list[float] = []
 
     def make() -> Objective:
         token_loss: TokenLoss = weighted_sum
@@ -51,13 +54,15 @@ def make_objective(prepared: Prepared, world: World) -> Objective:
         if train.token_loss is not None:
             token_loss = _checked(load_function("train.token_loss", train.token_loss))
             with _one_sentence("train.token_loss", train.token_loss):
-                try_token_loss(token_loss, world.device)
+                tried.append(try_token_loss(token_loss, world.device))
         if train.sequence_loss is not None:
             sequence_loss = load_function("train.sequence_loss", train.sequence_loss)
         coefficient = 0.0 if train.router_loss == "off" else router_loss_coefficient(prepared)
         return Objective(token_loss, sequence_loss, train.router_loss, coefficient)
 
     objective = world.together(make)
+    if tried:
+        _require_the_same("train.token_loss", "numbers", [(value,) for value in world.gather(tried[0])], _ROUNDING)
     if objective.sequence_loss is not None:
         _try_on_all_ranks(objective.sequence_loss, prepared, world)
     return objective
@@ -80,7 +85,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its arguments ends, if they are ours
         raise ConfigError(
             f"{key} is {name!r}, but importing {module_name} ended with {type(error).__name__}: "
             f"{' '.join(str(error).split())}; correct it, or run where the module lies"
@@ -91,12 +96,15 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def try_token_loss(loss: TokenLoss, device: torch.device) -> None:
+def try_token_loss(loss: TokenLoss, device: torch.device) -> float:
     """Refuse a loss of tokens that would depend on which tokens a rank holds.
 
     Args:
         loss: Called with a filler, with six tokens, and with these in two parts.
         device: Of its tensors.
+
+    Returns:
+        What it gives for the six tokens.
 
     Raises:
         ConfigError: It is no sum over tokens, or counts tokens without a target.
@@ -121,6 +129,7 @@ def try_token_loss(loss: TokenLoss, device: torch.device) -> None:
             "them, and it must be a sum over tokens, which lie on many ranks; return the sum, which is divided once by "
             "the batch's target weight, or make it a train.sequence_loss"
         )
+    return whole
 
 
 def _try_on_all_ranks(loss: SequenceLoss, prepared: Prepared, world: World) -> None:
@@ -141,14 +150,19 @@ def _try_on_all_ranks(loss: SequenceLoss, prepared: Prepared, world: World) -> N
         with _one_sentence("train.sequence_loss", prepared.config.train.sequence_loss):
             return try_loss(loss, SequenceSums(batch.ids, nll_S, weight_S, reference_S))
 
-    values = world.agree(attempt)
+    _require_the_same("train.sequence_loss", "sums", world.agree(attempt), _ROUNDING_64)
+
+
+def _require_the_same(key: str, of: str, values: Sequence[tuple[float, ...]], rounding: float) -> None:
+    """Refuse a loss that differs between ranks: value first, then derivatives."""
     for rank, value in enumerate(values):
-        if not np.allclose(value, values[0], rtol=_ROUNDING_64, atol=_ROUNDING_64):
+        if not np.allclose(value, values[0], rtol=rounding, atol=rounding):
+            also = ", with other derivatives," if len(value) > 1 else ""
             raise everywhere(
                 ConfigError(
-                    f"train.sequence_loss gave {values[0][0]:.9g} on rank 0 and {value[0]:.9g} on rank {rank}, with "
-                    "other derivatives, for the same sums, but it must follow from its argument alone; leave out "
-                    "random numbers, and read the same files on all hosts"
+                    f"{key} gave {values[0][0]:.9g} on rank 0 and {value[0]:.9g} on rank {rank}{also} for the same "
+                    f"{of}, but it must follow from its argument alone; leave out random numbers and the rank, and "
+                    "read the same files on all hosts"
                 )
             )
 
@@ -169,6 +183,7 @@ def _one_sentence(key: str, name: str | None) -> Iterator[None]:
         raise ConfigError(
             f"{key} is {name!r}, but when it was tried it ended with {type(error).__name__}: "
             f"{' '.join(str(error).split())} ({Path(last.filename).name}, line {last.lineno}); correct it"
+            f"{_REFERENCE_HINT if 'NoneType' in str(error) and key == 'train.sequence_loss' else ''}"
         ) from error
 
 

@@ -131,6 +131,12 @@ def prepare_data(
     for store in samples.stores:
         check_vocabulary(store, shape)
         _check_preference(store, config)
+    forms = sorted({store.meta["form"] for store in samples.stores})
+    if "preference" in forms and len(forms) > 1:
+        raise ConfigError(
+            f"data.mixture has rows of the forms {', '.join(forms)}, but a loss that compares answers would compare "
+            "what does not belong together; mix pairs with pairs alone"
+        )
     if planner.max_tokens_per_rank is not None:  # the longest sequence keeps it: then every sequence does
         longest = _longest(samples)
         check_cap(tree, planner.max_tokens_per_rank, longest.ids, longest.lengths)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from nestsp.data.stream import DataState, SampleStream
-from nestsp.errors import CheckpointError, ConfigError
+from nestsp.errors import CheckpointError, ConfigError, NumericsError
 from nestsp.execute.executor import Executor
 from nestsp.execute.losses import SequenceLoss, SequenceSums, measure_sequences
 from nestsp.planners.task import PlanningTask
-from nestsp.train.agreement import reason
+from nestsp.train.agreement import everywhere, reason
 from nestsp.train.console import Bar
 from nestsp.train.evaluate import evaluation_task
 from nestsp.train.feed import PlanFeed
@@ -64,7 +64,8 @@ def take_reference(
         float64 [num_samples], Σ weight × negative log-likelihood, the same on all ranks.
 
     Raises:
-        NestspError: A batch cannot be planned, or the file cannot be written; on every rank.
+        NestspError: A batch cannot be planned, a likelihood is not finite, or the file cannot be written; on every
+            rank.
     """
     data = prepared.config.data
     stream = SampleStream(
@@ -83,6 +84,14 @@ def take_reference(
         bar.set(done + 1, number)
     feed.close()
     executor.timer.clear()  # it times steps
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise everywhere(
+            NumericsError(
+                f"the reference's likelihood of sample {bad[0]} is not finite, but a loss that compares with it needs "
+                "it; look at the model that the run begins with, or set train.reference to false"
+            )
+        )
     world.first(lambda: _write(values, folder / REFERENCE))
     return values
 
@@ -98,6 +107,8 @@ def read_reference(folder: Path, num_samples: int) -> Likelihoods:
         values: Likelihoods = np.load(path, allow_pickle=False)
         if values.shape != (num_samples,) or values.dtype != np.float64:
             raise ValueError(f"it has {values.size} numbers for {num_samples} samples")
+        if not np.isfinite(values).all():
+            raise ValueError("some of its numbers are not finite")
     except (OSError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"train.reference is true, but {path}, which was made when the run began, cannot be read "

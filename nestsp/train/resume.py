@@ -64,6 +64,7 @@ def lasting_settings(config: RunConfig) -> dict[str, object]:
         "data.sequences_per_step": data.sequences_per_step,
         "data.samples_together": data.samples_together if data.samples_together > 1 else None,
         "train.lora": None if config.train.lora is None else config.train.lora.model_dump(mode="json"),
+        "train.reference": True if config.train.reference else None,
     }
 
 
@@ -74,6 +75,7 @@ _MEANINGLESS = {
     "data.sequences_per_step": "its place in the data means",
     "data.samples_together": "its place in the data means",
     "train.lora": "its weights and their optimizer's state fit",
+    "train.reference": "the loss that it was trained by means",
 }
 
 

@@ -17,7 +17,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Requests:
-    """Takes the signals while it is entered.
+    """Takes the signals from `listen` on, while it is entered.
 
     The system writes a signal's number into a pipe the moment it comes, so the watchdog's thread learns of it even
     while the main thread waits in a collective, where no Python handler runs.
@@ -39,10 +39,13 @@ class Requests:
         os.set_blocking(self._write, False)
 
     def __enter__(self) -> Requests:
+        return self
+
+    def listen(self) -> None:
+        """Take the signals from now on; before, they end the process."""
         if threading.current_thread() is threading.main_thread():  # the only one that may take signals
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._before = {which: signal.signal(which, _note) for which in (*_STOPS, signal.SIGUSR1)}
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

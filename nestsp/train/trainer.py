@@ -268,6 +268,7 @@ class _Loop:
         Returns:
             Why it ended before its last step; None if it did not.
         """
+        self.requests.listen()
         try:
             with self.screen.progress("training", self.prepared.num_steps, start.step) as bar:
                 return self._run(start, records, bar)

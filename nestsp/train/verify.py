@@ -75,7 +75,9 @@ def verify(config: RunConfig, max_tokens: int) -> int:
     """
     on_cpu = {
         "cluster": config.cluster.model_copy(update={"device": "cpu"}),
-        "train": config.train.model_copy(update={"attention_kernel": "auto", "loss_kernel": "auto", "compile": False}),
+        "train": config.train.model_copy(
+            update={"attention_kernel": "auto", "loss_kernel": "auto", "compile": False, "router_loss": "off"}
+        ),
     }
     config = config.model_copy(update=on_cpu)
     world = join_world(config.cluster)

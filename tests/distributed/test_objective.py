@@ -214,6 +214,14 @@ def missing(sums):
 
 def mean(tokens, nll):
     return nll.mean()
+
+
+def rankwise(tokens, nll):
+    return (1 + torch.distributed.get_rank()) * (tokens.weights * nll).sum()
+
+
+def compares(sums):
+    return (sums.nll_S - sums.reference_S).sum()
 """
 
 
@@ -235,6 +243,12 @@ def mean(tokens, nll):
             "mean",
             "for two parts of them, and it must be a sum over tokens, which lie on many ranks; return the",
         ),
+        (
+            "token",
+            "rankwise",
+            "train.token_loss gave 12.875 on rank 0 and 25.75 on rank 1 for the same numbers, but it",
+        ),
+        ("sequence", "compares", "; correct it, or set train.reference: true if it compares with sums.reference_S"),
     ],
 )
 def test_a_loss_that_would_be_wrong_is_refused_on_all_ranks_before_the_run(

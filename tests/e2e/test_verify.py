@@ -13,7 +13,7 @@ from tests.e2e.runs import write_run
 
 
 def test_the_tiny_model_is_equal_on_four_ranks_and_all_levels(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_run(tmp_path, "train.router_loss=counting_pass", "train.recompute=true")  # verified is the plain loss
     result = run(tmp_path, "verify", "tiny.yaml")
     assert result.code == 0, result.out
     assert result.err == ""

@@ -39,6 +39,7 @@ def test_a_function_is_found_in_the_working_directory(tmp_path: Path, monkeypatc
         ("./my_losses.py:f", "'./my_losses.py:f', but it must be module:function"),
         ("no_such_module:f", "importing no_such_module ended with ModuleNotFoundError: No module named 'no_such_modu"),
         ("a_broken_module:f", "importing a_broken_module ended with ZeroDivisionError: division by zero; correct it"),
+        ("a_script:f", "importing a_script ended with SystemExit: usage; correct it"),
         ("json:no_such", "but json has no function no_such; correct it"),
         ("json:__doc__", "but json has no function __doc__; correct it"),
     ],
@@ -49,6 +50,7 @@ def test_a_function_that_is_not_there_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     (tmp_path / "a_broken_module.py").write_text("1 / 0\n")
+    (tmp_path / "a_script.py").write_text("raise SystemExit('usage')\n")
     with pytest.raises(ConfigError) as caught:
         load_function("train.token_loss", name)
     assert said in str(caught.value)

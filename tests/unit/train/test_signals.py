@@ -14,6 +14,7 @@ from nestsp.train.signals import Requests
 
 def test_each_signal_is_its_request() -> None:
     with Requests() as requests:
+        requests.listen()
         requests.poll()
         assert (requests.stop, requests.take_save()) == (None, False)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -28,7 +29,9 @@ def test_each_signal_is_its_request() -> None:
 def test_the_handlers_of_before_come_back() -> None:
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(which) for which in watched]
-    with Requests():
+    with Requests() as requests:
+        assert [signal.getsignal(which) for which in watched] == before  # they would end the process
+        requests.listen()
         assert [signal.getsignal(which) for which in watched] != before
     assert [signal.getsignal(which) for which in watched] == before
 
@@ -38,7 +41,8 @@ def test_a_rank_that_fails_after_it_was_told_to_end_ends_by_that_signal_without_
     code = (
         "import os, signal\n"
         "from nestsp.train.signals import Requests\n"
-        "with Requests():\n"
+        "with Requests() as requests:\n"
+        "    requests.listen()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    raise RuntimeError('Connection closed by peer')\n"
     )
