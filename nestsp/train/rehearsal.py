@@ -1,15 +1,17 @@
 """Runs the data's longest samples once before the first step, so that what does not fit shows at once, not in a week.
 
-The step holds the longest samples of the data, whatever steps they come in: as many as ``data.sequences_per_step``, so
-that no step has longer ones or more tokens; or filled up to ``data.tokens_per_step`` by the longest that still fit, so
-that none has a longer one, and more tokens only by what the last gap leaves. It runs forward and backward by a plan of
-its own, while AdamW's moments, where they do not exist yet, have their room taken. Afterwards parameters, moments,
-random numbers, the data's order and the routers' kept counts are what they were, and gradients are dropped. Price: one
-step.
+The step holds the longest sample with those that stay together with it, whatever steps they come in, and is filled by
+the runs of most tokens: up to ``data.sequences_per_step``, or up to ``data.tokens_per_step`` by those that still fit. A
+run is there as often as an epoch may take it. Where the runs of most tokens make a larger step without the longest
+sample, that one runs too. So no step has a longer sample; nor more tokens with ``data.sequences_per_step``, and with
+``data.tokens_per_step`` only by what the last gap leaves. Each runs forward and backward by a plan of its own, while
+AdamW's moments, where they do not exist yet, have their room taken. Afterwards parameters, moments, random numbers, the
+data's order and the routers' kept counts are what they were, and gradients are dropped. Price: one step, or two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -18,37 +20,66 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nestsp.batch import SequenceBatch
-from nestsp.data.stream import SampleStream
+from nestsp.data.stream import SampleStream, Share
 from nestsp.errors import InfeasibleError
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.router_loss import remember_counts
+from nestsp.plan import Plan
 from nestsp.planners.task import Planned, PlanningTask
 from nestsp.train.prepare import Prepared
 from nestsp.train.world import World
 from nestsp.units import format_bytes, format_count, plural
 
-__all__ = ["longest_step", "rehearse"]
+__all__ = ["longest_steps", "rehearse"]
 
 Ints = npt.NDArray[np.int64]
 
 # What PyTorch says where a CPU has no memory left; GPUs have an exception of their own.
 _CPU_WORDS = "can't allocate memory"
+# Of what `longest_steps` gives.
+_NAMES = ("the step of the longest samples", "the step of the most tokens")
 
 
-def longest_step(stream: SampleStream) -> SequenceBatch:
-    """A step with the longest sample: first its run of ``stream.together``, then those of the most tokens."""
+def longest_steps(stream: SampleStream) -> tuple[SequenceBatch, ...]:
+    """A step with the longest sample and, if it has more tokens, the step of the runs of most tokens.
+
+    Each is of whole runs of ``stream.together`` samples, as often as an epoch may take them.
+    """
     runs = stream.lengths.reshape(-1, stream.together)
-    tokens = runs.sum(1)
-    first = int(runs.max(1).argmax())
-    order = np.argsort(-tokens, kind="stable")
-    order = np.concatenate([[first], order[order != first]])
+    tokens, longest = runs.sum(1), runs.max(1)
+    order = _most_first(stream, tokens)
+    first = int(np.where(longest == longest.max(), tokens, 0).argmax())
+    with_longest = _step(stream, tokens, np.concatenate([[first], order[order != first]]))
+    fullest = _step(stream, tokens, order)
+    return (with_longest, fullest) if fullest.num_tokens > with_longest.num_tokens else (with_longest,)
+
+
+def _most_first(stream: SampleStream, tokens: Ints) -> Ints:
+    """Runs that an epoch may take, those of most tokens first; taken again, a run's number grows by all there are."""
+    taken, first = [], 0
+    for share in stream.shares or (Share(stream.lengths.size, stream.lengths.size),):
+        num_runs, num_taken = share.num_samples // stream.together, share.num_taken // stream.together
+        # Epochs begin at multiples of this in the decks, so one spans at most so many of them.
+        apart = math.gcd(num_runs, num_taken)
+        num_decks = (num_taken // apart - 2) // (num_runs // apart) + 2
+        order = first + np.argsort(-tokens[first : first + num_runs], kind="stable")
+        again = np.arange(num_runs * num_decks) % num_decks
+        taken.append((np.repeat(order, num_decks) + again * tokens.size)[:num_taken])
+        first += num_runs
+    every = np.concatenate(taken)
+    return every[np.argsort(-tokens[every % tokens.size], kind="stable")]
+
+
+def _step(stream: SampleStream, tokens: Ints, order: Ints) -> SequenceBatch:
+    """The step that is filled by runs in an order: one, and then those of falling numbers of tokens."""
+    order = order[: stream.num_samples // stream.together]  # no step crosses epochs
     if stream.sequences_per_step is not None:
         order = order[: stream.sequences_per_step // stream.together]
     else:
         assert stream.tokens_per_step is not None
-        order = order[_filled(tokens[order], stream.tokens_per_step)]
+        order = order[_filled(tokens[order % tokens.size], stream.tokens_per_step)]
     ids = (order[:, None] * stream.together + np.arange(stream.together)).reshape(-1)
-    return SequenceBatch(tuple(ids.tolist()), tuple(stream.lengths[ids].tolist()))
+    return SequenceBatch(tuple(ids.tolist()), tuple(stream.lengths[ids % stream.lengths.size].tolist()))
 
 
 def _filled(tokens: Ints, num_tokens: int) -> Ints:
@@ -72,7 +103,7 @@ def rehearse(
     optimizer: torch.optim.Optimizer,
     run: Callable[[LocalBatch, SequenceBatch], object],
 ) -> str:
-    """Run the longest step and forget it; every rank must call it.
+    """Run the longest steps and forget them; every rank must call it.
 
     Args:
         prepared: The run.
@@ -86,10 +117,38 @@ def rehearse(
         A line for people.
 
     Raises:
-        NestspError: The step cannot be planned; on every rank.
+        NestspError: A step cannot be planned; on every rank.
         InfeasibleError: This rank ran out of memory.
     """
-    batch = longest_step(prepared.stream)
+    put_back = remember_counts(executor)
+    fit = []
+    for name, batch in zip(_NAMES, longest_steps(prepared.stream), strict=False):
+        plan = _planned(batch, task, world, executor)
+        what = f"{plural(batch.num_sequences, 'sequence')} of {plural(batch.num_tokens, 'token')}"
+        try:
+            with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+                room = [] if optimizer.state else _moments(executor.root)
+                run(executor.load(plan, prepared.samples.read), batch)
+                del room
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and _CPU_WORDS not in str(error):
+                raise
+            raise InfeasibleError(
+                f"{name} ({what}, the longest {format_count(max(batch.lengths))}) ran out of memory on rank "
+                f"{world.rank} ({' '.join(str(error).split())[:200]}), but every step must fit; lower "
+                f"cluster.memory_per_rank from {format_bytes(task.memory_per_rank_bytes)}, so that plans leave more "
+                "free, or lower data.max_length"
+            ) from None
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+            executor.timer.clear()
+            put_back()
+        number = len(plan.microbatches)
+        fit.append(f"{name} fits: {what} in {number} microbatch{'' if number == 1 else 'es'}")
+    return "; ".join(fit)
+
+
+def _planned(batch: SequenceBatch, task: PlanningTask, world: World, executor: Executor) -> Plan:
     plan = Planned.from_json(world.first(lambda: task.solver()(batch).to_json())).plan
     cost = task.cost()
 
@@ -98,28 +157,7 @@ def rehearse(
         executor.check(plan)
 
     world.together(check)
-    put_back = remember_counts(executor)
-    what = f"{plural(batch.num_sequences, 'sequence')} of {plural(batch.num_tokens, 'token')}"
-    try:
-        with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-            room = [] if optimizer.state else _moments(executor.root)
-            run(executor.load(plan, prepared.samples.read), batch)
-            del room
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _CPU_WORDS not in str(error):
-            raise
-        raise InfeasibleError(
-            f"the step of the longest samples ({what}, the longest {format_count(batch.lengths[0])}) ran out of memory "
-            f"on rank {world.rank} ({' '.join(str(error).split())[:200]}), but every step must fit; lower "
-            f"cluster.memory_per_rank from {format_bytes(task.memory_per_rank_bytes)}, so that plans leave more free, "
-            "or lower data.max_length"
-        ) from None
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-        executor.timer.clear()
-        put_back()
-    number = len(plan.microbatches)
-    return f"the step of the longest samples fits: {what} in {number} microbatch{'' if number == 1 else 'es'}"
+    return plan
 
 
 def _moments(root: torch.nn.Module) -> list[torch.Tensor]:

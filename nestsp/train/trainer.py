@@ -233,14 +233,17 @@ class _Loop:
     peak_flops_per_s: float | None
 
     def rehearse(self) -> None:
-        """Run the longest step and forget it."""
+        """Run the longest steps and forget them."""
         self.executor.place.task = "rehearses the longest samples' step"
         objective, samples = self.objective, self.prepared.samples
         if self.prepared.config.train.reference:  # which is not taken yet, and may cost hours
-            objective = self._compared(np.zeros(samples.num_samples))
+            objective = self._compared(1.1 * np.maximum(samples.num_targets, 1))  # a likelihood such as models have
 
         def run(local: LocalBatch, batch: SequenceBatch) -> None:
-            objective.run(self.executor, local, batch, samples.targets(batch).weight)
+            try:
+                objective.run(self.executor, local, batch, samples.targets(batch).weight)
+            except NumericsError as error:  # a loss of sequences, which all ranks compute alike
+                raise everywhere(error) from None
 
         with self.screen.progress("rehearsing", None):
             line = rehearse(self.prepared, self.task, self.world, self.executor, self.optimizer, run)

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
 from nestsp.batch import SequenceBatch
 from nestsp.config import RunConfig
-from nestsp.data.stream import SampleStream
 from nestsp.execute.executor import Executor, LocalBatch
 from nestsp.execute.objective import Objective
-from nestsp.train.rehearsal import longest_step
 from tests.distributed.pool import RankPool
-from tests.distributed.test_trainer import Refusal, train_rank
+from tests.distributed.test_trainer import ROUNDING, Refusal, train_rank
 from tests.e2e.runs import LENGTHS, losses, read_lines, read_plans, tiny, write_corpus
 
 ROUTED = ("train.steps=3", "train.checkpoint_every=2", "train.router_loss=previous_step", "data.sequences_per_step=4")
@@ -87,30 +84,48 @@ def test_G27_what_does_not_fit_is_said_before_the_first_step(pool: RankPool, tmp
     assert read_lines(tmp_path / "runs" / "tiny-1" / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"sequences_per_step": 2}, [9, 7]),
-        ({"sequences_per_step": 99}, [9, 7, 4, 4, 2, 1]),
-        ({"tokens_per_step": 9}, [9]),
-        ({"tokens_per_step": 5}, [9]),  # one longer sample is a step of its own
-        ({"tokens_per_step": 12}, [9, 2, 1]),  # 7 and both 4 do not fit beside 9
-        ({"tokens_per_step": 24}, [9, 7, 4, 4]),
-        ({"tokens_per_step": 99}, [9, 7, 4, 4, 2, 1]),
-    ],
+LOSSES = """
+def ratio(sums):
+    return (sums.nll_S / sums.reference_S).mean()
+
+
+def only_below_2_a_token(sums):
+    return (sums.nll_S / (sums.nll_S <= 2 * sums.weight_S)).mean()
+"""
+LIKELIHOODS = (
+    "planner.max_tokens_per_rank=null",
+    "train.steps=1",
+    "train.checkpoint_every=null",
+    "train.router_loss=off",
+    "train.longest_first=true",
 )
-def test_the_longest_step_is_as_full_as_a_step_may_be(sizes: dict[str, Any], expected: list[int]) -> None:
-    lengths = np.array([2, 4, 9, 1, 4, 7])
-    batch = longest_step(SampleStream(lengths, **sizes))
-    assert list(batch.lengths) == expected
-    assert [int(lengths[number]) for number in batch.ids] == expected
 
 
-def test_the_longest_step_keeps_together_what_stays_together() -> None:
-    lengths = np.array([5, 5, 1, 9, 4, 4, 6, 1])
-    cases: list[tuple[dict[str, Any], list[int]]] = [
-        ({"sequences_per_step": 4}, [1, 9, 5, 5]),
-        ({"tokens_per_step": 19}, [1, 9, 4, 4]),
-    ]
-    for sizes, expected in cases:
-        assert list(longest_step(SampleStream(lengths, **sizes, together=2)).lengths) == expected
+def test_a_loss_may_divide_by_the_reference_that_is_not_taken_yet(pool: RankPool, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    (tmp_path / "losses_of_a_rehearsal.py").write_text(LOSSES)
+    config = tiny(*LIKELIHOODS, "train.sequence_loss=losses_of_a_rehearsal:ratio", "train.reference=true")
+    assert pool.run(train_rank, tmp_path, config, None, ranks=1) == [None]
+    assert losses(tmp_path / "runs" / "tiny-1") == pytest.approx([1.0], abs=ROUNDING)  # the model is its own reference
+
+
+def test_a_loss_that_is_not_finite_in_the_rehearsal_is_said_once(pool: RankPool, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    (tmp_path / "losses_of_a_rehearsal.py").write_text(LOSSES)
+    config = tiny(*LIKELIHOODS, "train.sequence_loss=losses_of_a_rehearsal:only_below_2_a_token")
+    [refusal] = set(pool.run(train_rank, tmp_path, config, None, ranks=2))
+    assert refusal is not None
+    assert (refusal.kind, refusal.said_once) == ("NumericsError", True)
+    assert refusal.sentence.startswith("the loss is inf, and its derivative is not finite for sequences [")
+
+
+def test_the_step_of_the_most_tokens_runs_too_where_it_has_not_the_longest_sample(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", [100, 1, 60, 60, 60, 60])
+    together = ("data.samples_together=2", "train.sequence_loss=sums_of_a_rehearsal:sums", "train.router_loss=off")
+    (tmp_path / "sums_of_a_rehearsal.py").write_text("def sums(sums):\n    return sums.nll_S.sum()\n")
+    config = tiny(*FEW, *together, "train.steps=1", "train.longest_first=true")
+    ran = pool.run(train_recorded, tmp_path, config, ranks=1)[0]
+    assert ran[:2] == [(100, 1, 60, 60), (60, 60, 60, 60)]
+    assert len(ran) == 3, "the second is the run's own first step"
