@@ -94,4 +94,6 @@ if __name__ == "__main__":
     # HiGHS prints its name when it is first used; only answers may reach the rank that reads them.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _serve(sys.stdin, lambda text: print(text, file=answers, flush=True))
+    with contextlib.suppress(BrokenPipeError):  # its rank has ended meanwhile
+        _serve(sys.stdin, lambda text: print(text, file=answers, flush=True))
+    os._exit(0)  # closing the pipe would say so once more

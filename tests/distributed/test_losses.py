@@ -148,6 +148,6 @@ def test_a_loss_that_is_not_finite_is_refused_on_all_ranks_and_names_the_sequenc
     for plan in (one_microbatch(GroupTree((2, 2))), nested_plan(GroupTree((2, 2)))):
         sentences = set(pool.run(run_bad_loss, Case(LLAMA, plan.to_json()), ranks=4))
         assert sentences == {
-            "the loss is 0.0, and its derivative is not finite for sequences [1], but both must be; no gradient was "
-            "made of it, so correct the loss"
+            "the loss is 0.0, and its derivative is not finite for sequences [1], but both must be finite; no gradient "
+            "was made of it, so correct the loss"
         }
