@@ -55,6 +55,7 @@ def run_banner(
     assert isinstance(root, LossRoot)
     fused = root.fused
     compiled = config.train.compile
+    unnamed = world.device.type == "cuda" and cost.profile.name == "cpu" and config.cluster.profile is None
     crowded = world.device.type == "cpu" and world.cluster.ranks_per_host > 2 * cores
     rows = [
         ("run", [str(folder) + (f", from {checkpoint.name}" if checkpoint is not None else "")]),
@@ -77,7 +78,7 @@ def run_banner(
             "profile",
             [
                 f"{cost.profile.name}: {cost.profile.hardware}",
-                *([_NO_PRESET] if world.device.type == "cuda" and cost.profile.name == "cpu" else []),
+                *([_NO_PRESET] if unnamed else []),
             ],
         ),
         (
