@@ -188,6 +188,7 @@ def flexsp_ground(model: FlexSPModel) -> Ground:
         fixed_s=model.beta1_ms / 1e3,
         least_part=1.0,
         guesses=(prices,),
+        more_guesses=(),
         floor=prices,
         head_s=0.0,
         gathers_s=0.0,

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +53,19 @@ class Prices:
         square_s: Per squared token.
         squares: Lengths squared, less what a sliding window cuts off.
         inside: Sequences that fit into a group inside a host go to no group that crosses hosts.
+        room_s: Seconds that a byte counts for when the next group is chosen: above 0, long sequences, which take more
+            time for each byte, go where there is more time than room, so that ranks end with more equal tokens.
+        most_part: What part of a microbatch's time one sequence may take of its ranks, unless these are all.
+        num_whole: So many of the longest sequences go to all ranks.
     """
 
     linear_s: tuple[float, ...]
     square_s: tuple[float, ...]
     squares: Callable[[Floats], Floats]
     inside: bool = False
+    room_s: float = 0.0
+    most_part: float = 1.0
+    num_whole: int = 0
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -104,6 +112,7 @@ class Ground:
         least_part: What part of the closed form a finished plan has at least, where no rank has two groups and so
             nothing hides an exchange.
         guesses: Prices to search with: what is kept and what is hidden is decided later.
+        more_guesses: Further ones, for batches that are worth a longer search.
         floor: Prices that no finished plan undercuts where no rank has two groups, kept layers left out.
         head_s: Seconds per token of head and loss, on the rank that holds it.
         gathers_s: Of all gathers and reductions of a microbatch, what `fixed_s` has not; it lasts at least so long.
@@ -131,6 +140,7 @@ class Ground:
     fixed_s: float
     least_part: float
     guesses: tuple[Prices, ...]
+    more_guesses: tuple[Prices, ...]
     floor: Prices
     head_s: float
     gathers_s: float
@@ -254,8 +264,19 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         links = [(*forwards * comm.forward(level), *comm.backward(level, kept=kept)) for level in range(len(degrees))]
         return [layers * sum(link.s_per_token for link in each) for each in links]
 
-    def prices(forwards: int, *, head: bool, exposed: float, kept: bool = True, inside: bool = False) -> Prices:
-        """Of plans that run the attention of the forward pass so many times."""
+    def prices(
+        forwards: int, *, head: bool, exposed: float, kept: bool = True, room: float = 0.0, **others: Any
+    ) -> Prices:
+        """Of plans that run the attention of the forward pass so many times.
+
+        Args:
+            forwards: How often.
+            head: Whether the head counts.
+            exposed: What part of the exchanges nothing hides.
+            kept: Whether attention's outputs are.
+            room: The price of room, in the linear work of the tokens that would fill it.
+            others: See `Prices`.
+        """
         per_token = 4 * layers * compute.linear_s + cost.head_s * head
         attention = layers * (forwards * forward_linear + backward_linear)
         exchange = exchanges(forwards, kept)
@@ -266,7 +287,8 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             ),
             square_s=tuple(layers * (forwards * forward + backward) * share for share in shares),
             squares=compute.squares,
-            inside=inside,
+            room_s=room * 4 * layers * compute.linear_s / num_bytes[-1],
+            **others,
         )
 
     bare = prices(2, head=True, exposed=0.0, kept=False)
@@ -297,6 +319,14 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             prices(1, head=False, exposed=1.0),
             prices(1, head=False, exposed=0.6, inside=True),
             prices(2, head=True, exposed=0.3),
+        ),
+        more_guesses=(  # a batch's best plan came from any of these, most often from the first
+            prices(1, head=False, exposed=0.2, room=2.0),
+            prices(1, head=False, exposed=0.2, room=2.0, most_part=0.7),
+            prices(1, head=False, exposed=0.2, room=3.0, most_part=0.7),
+            prices(1, head=True, exposed=0.5, room=1.5),
+            prices(1, head=False, exposed=0.2, most_part=0.7),
+            prices(2, head=True, exposed=0.3, num_whole=1),
         ),
         floor=prices(1, head=True, exposed=1.0, kept=False),
         head_s=cost.head_s,

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +72,9 @@ _FINALISTS = 4
 _MOST = 0.85
 # Plans that are tried in refinement, times ranks, and how many there are at least; half of them may be of other kinds.
 # So many of the best ones are balanced, and the best of all in so many more rounds while it gains.
-_TRIES = 2_500
+import os
+_MORE = int(os.environ.get('MORE','14'))
+_TRIES = 4_000
 _LEAST_TRIES = 3
 _STARTED = 3
 _ROUNDS = 2
@@ -99,8 +101,7 @@ class NestedGroups:
         """Plan one batch; see `plan`."""
         ground = self.ground
         ground.check(batch)
-        placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
-        best = self._refined([self._tried(plan) for plan in placed])
+        best = self._refined(batch, [self._tried(plan) for plan in self._finalists(batch, ground.guesses, _FINALISTS)])
         below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
         others = []
@@ -109,7 +110,7 @@ class NestedGroups:
                 others.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
         judged = judge_best(ground, batch, others, below_s)
         if judged is not None:
-            best = self._refined([(judged.plan, ground.evaluate(judged.plan))])
+            best = self._refined(batch, [(judged.plan, ground.evaluate(judged.plan))])
         if best is None:
             raise refusal(batch)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
@@ -118,7 +119,11 @@ class NestedGroups:
         """A placement finished, its gathers placed, with a rough verdict."""
         return self.ground.place_gathers(self.ground.finish(placed))
 
-    def _refined(self, tried: list[Tried]) -> Tried | None:
+    def _finalists(self, batch: SequenceBatch, guesses: Sequence[Prices], most: int) -> list[Plan]:
+        """The best packings of some guesses as plans, not finished."""
+        return [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch, guesses, most)]
+
+    def _refined(self, batch: SequenceBatch, tried: list[Tried]) -> Tried | None:
         """The best of some plans after refinement, judged in full; None if none fits."""
         fitting = sorted((each for each in tried if math.isfinite(each[1].makespan_s)), key=_makespan)
         if not fitting:
@@ -128,8 +133,12 @@ class NestedGroups:
             return plain
         most = max(_LEAST_TRIES, _TRIES // self.ground.tree.num_ranks)
         tries = iter(range(most))
+        more = self.ground.more_guesses[: most // _LEAST_TRIES - 1]
         kinds = (self.ground.as_any_kind, self.ground.in_slices)
-        others = (of_kind(plan) for plan, _ in fitting for of_kind in kinds)
+        others = itertools.chain(
+            (of_kind(plan) for plan, _ in fitting for of_kind in kinds),
+            (self.ground.as_any_kind(plan) for plan in self._finalists(batch, more, _MORE)),
+        )
         started = fitting + [
             self._tried(plan) for _, plan in zip(itertools.islice(tries, most // 2), others, strict=False)
         ]
@@ -158,12 +167,18 @@ class NestedGroups:
                 plan, verdict = min((plan, verdict), (finished, self.ground.evaluate_roughly(finished)), key=_makespan)
         return plan, verdict
 
-    def packings(self, batch: SequenceBatch) -> list[Packing]:
-        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches."""
+    def packings(self, batch: SequenceBatch, guesses: Sequence[Prices], most: int) -> list[Packing]:
+        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches.
+
+        Args:
+            batch: The sequences.
+            guesses: What to search with.
+            most: How many finalists there may be.
+        """
         ground = self.ground
-        if not batch.num_sequences:
+        if not batch.num_sequences or not guesses:
             return []
-        searches = [_Search.of(ground, batch, guess) for guess in ground.guesses]
+        searches = [_Search.of(ground, batch, guess) for guess in guesses]
         found: list[tuple[float, Packing]] = []
         least = ground.least_microbatches(batch)
         best_s, numbers = math.inf, 0
@@ -183,7 +198,7 @@ class NestedGroups:
             best_s = min(best_s, this_s)
         best: list[Packing] = []
         for _, packing in sorted(found, key=_first):
-            if len(best) < _FINALISTS and not any(packing.places == other.places for other in best):
+            if len(best) < most and not any(packing.places == other.places for other in best):
                 best.append(packing)
         return best
 
@@ -193,6 +208,7 @@ class _Search:
     """A batch with its prices by one guess.
 
     Attributes:
+        guess: The guess.
         order: Positions, longest first.
         seconds: float64 [levels, sequences], what each adds to a rank of a group of each level.
         work: float64 [levels, sequences], the same of all ranks of the group, over all ranks; infinite where the
@@ -202,6 +218,7 @@ class _Search:
     """
 
     ground: Ground
+    guess: Prices
     order: list[int]
     seconds: Floats
     work: Floats
@@ -215,10 +232,11 @@ class _Search:
         if guess.inside:
             small = (num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
             num_bytes[: ground.num_crossing, small] = np.inf
+        num_bytes[1:, longest_first(batch)[: guess.num_whole]] = np.inf
         degrees = np.array(static_degrees(ground.tree), float)[:, None]
         work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
         prices = seconds.tolist(), num_bytes.tolist()
-        return cls(ground, longest_first(batch), seconds, work, prices, ground.seconds(lengths))
+        return cls(ground, guess, longest_first(batch), seconds, work, prices, ground.seconds(lengths))
 
     def least_s(self, most_s: float) -> float:
         """Sum of all microbatches if nothing is lost and no sequence lasts longer; infinite if one must."""
@@ -290,7 +308,21 @@ class _Search:
         if min(others, others + longer_s) <= self.ground.gathers_s * (num_microbatches > 1):
             return None
         targets = [others + longer_s, *[others] * (num_microbatches - 1)]
-        return pack_within(self.ground.tree, targets, self.order, *self.prices, self.ground.free_bytes)
+        ground, seconds = self.ground, self.prices[0]
+        num_bytes = self._bytes_within(self.guess.most_part * max(targets))
+        return pack_within(
+            ground.tree, targets, self.order, seconds, num_bytes, ground.free_bytes, self.guess.room_s
+        )
+
+    def _bytes_within(self, most_s: float) -> list[list[float]]:
+        """The prices in bytes, infinite where a sequence would take longer of its ranks, unless these are all."""
+        num_bytes = self.prices[1]
+        if self.guess.most_part == 1.0:
+            return num_bytes
+        num_bytes = [num_bytes[0], *(row.copy() for row in num_bytes[1:])]
+        for level, i in np.argwhere(self.seconds[1:] > most_s).tolist():
+            num_bytes[level + 1][i] = math.inf
+        return num_bytes
 
 
 def _first(pair: tuple[float, Packing]) -> float:
