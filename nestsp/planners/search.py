@@ -8,12 +8,12 @@
    another difference gave.
 3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
    leaves first, its gathers where it is fastest.
-4. *Refinement*, if ranks' own work fills most of the time. Every finalist is also tried with rings and hybrids, and in
-   slices of heads; so are packings of further guesses, most of which weigh room against time, since ranks with equal
-   tokens keep more and end in the head together. Of the best few the short sequences are dealt anew by what the ground
-   says of each rank (`balance`), with the exchanges that nothing hides counted whole, in part or not at all; the best
-   of those in turn gets its gathers placed and is balanced again, and is tried root first. All of it by rough verdicts:
-   what comes out counts if it is faster when judged in full.
+4. *Refinement*, unless a plan takes hardly longer than its gathers, which no placement changes. Every finalist is also
+   tried with rings and hybrids, and in slices of heads; so are packings of further guesses, most of which weigh room
+   against time, since ranks with equal tokens keep more and end in the head together. Of the best few the short
+   sequences are dealt anew by what the ground says of each rank (`balance`), with the exchanges that nothing hides
+   counted whole, in part or not at all; the best of those in turn gets its gathers placed and is balanced again, and is
+   tried root first. All of it by rough verdicts: what comes out counts if it is faster when judged in full.
 5. *Others.* So are the plans of every single level, BASP and greedy disjoint groups, but for those that provably end
    later: it is never slower than any of them.
 
@@ -72,15 +72,17 @@ _HOPELESS = 1.05
 _FINALISTS = 4
 _JUDGED = 2_048
 _LEAST_FINALISTS = 2
-# A plan whose slowest ranks work for less of its time is not refined.
+# A plan whose slowest ranks work for less of its time is not refined, if it takes hardly longer than its gathers.
 _MOST = 0.85
-# Plans that are tried in refinement, times ranks, and how many there are at least; half of them may be of other kinds
-# or from further guesses, one for so many tries, which give so many plans at most.
-# So many of the best ones are balanced, and the best of all in so many more rounds while it gains.
-_TRIES = 4_000
+_LONGER = 1.1
+# Plans that are tried in refinement at most, times ranks squared, and at least; half of them may be of other kinds or
+# from further guesses, one for so many tries, which gives so many plans at most. So many of the best ones are balanced,
+# and the best of all in so many more rounds while it gains.
+_MOST_TRIES = 62
+_TRIES = 1_000_000
 _LEAST_TRIES = 3
-_TRIES_A_GUESS = 8
-_FURTHER = 12
+_TRIES_A_GUESS = 6
+_A_GUESS = 2
 _STARTED = 3
 _ROUNDS = 2
 _GAIN = 1e-3
@@ -135,10 +137,14 @@ class NestedGroups:
             finalists.append(self.ground.as_any_kind(plan) if beyond_heads else plan)
         return finalists
 
+    @property
+    def _num_tries(self) -> int:
+        return max(_LEAST_TRIES, min(_MOST_TRIES, _TRIES // self.ground.tree.num_ranks**2))
+
     def _further(self, batch: SequenceBatch) -> Iterator[Plan]:
         """More finalists, of any kind, not finished; searched for when the first one is asked for."""
-        guesses = self.ground.more_guesses[: _TRIES // self.ground.tree.num_ranks // _TRIES_A_GUESS]
-        yield from map(self.ground.as_any_kind, self._finalists(batch, guesses, _FURTHER))
+        for guess in self.ground.more_guesses[: self._num_tries // _TRIES_A_GUESS]:
+            yield from map(self.ground.as_any_kind, self._finalists(batch, (guess,), _A_GUESS))
 
     def _refined(self, tried: list[Tried], further: Iterable[Plan]) -> Tried | None:
         """The best of some plans after refinement, judged in full; None if none fits.
@@ -151,13 +157,12 @@ class NestedGroups:
         if not fitting:
             return None
         plain = self.ground.judged(fitting[0][0])
-        if not _ranks_decide(plain[1]):
+        if not self._worth_refining(*plain):
             return plain
-        most = max(_LEAST_TRIES, _TRIES // self.ground.tree.num_ranks)
-        tries = iter(range(most))
+        tries = iter(range(self._num_tries))
         placed = [plan for plan, _ in fitting]
         others = itertools.chain(map(self.ground.as_any_kind, placed), further, map(self.ground.in_slices, placed))
-        half = itertools.islice(tries, most // 2)
+        half = itertools.islice(tries, self._num_tries // 2)
         started = fitting + [self._tried(plan) for _, plan in zip(half, others, strict=False)]
         started = sorted(started, key=_makespan)[:_STARTED]
         plan, verdict = min((self._balanced(*each, tries) for each in started), key=_makespan)
@@ -171,6 +176,12 @@ class NestedGroups:
             root_first = dataclasses.replace(plan, level_order=tuple(sorted(plan.level_order)))
             plan, verdict = min((plan, verdict), self.ground.place_gathers(root_first), key=_makespan)
         return min(plain, self.ground.judged(plan), key=_makespan)
+
+    def _worth_refining(self, plan: Plan, verdict: Verdict) -> bool:
+        """The slowest ranks' own work fills most of the time, or more than gathers do: these no placement changes."""
+        gathers_s = len(plan.microbatches) * (self.ground.gathers_s + self.ground.fixed_s)
+        own_s = float(verdict.own_s.max(axis=1).sum())
+        return own_s > _MOST * verdict.makespan_s or verdict.makespan_s > _LONGER * gathers_s
 
     def _balanced(self, plan: Plan, verdict: Verdict, tries: Iterator[int]) -> Tried:
         """A plan with its short sequences dealt anew where that makes it faster."""
@@ -250,6 +261,8 @@ class _Search:
             small = (num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
             num_bytes[: ground.num_crossing, small] = np.inf
         num_bytes[1:, longest_first(batch)[: guess.num_whole]] = np.inf
+        for_no_host = ~(num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
+        num_bytes[np.ix_(ground.degrees[:, 0] < guess.least_part * ground.tree.num_ranks, for_no_host)] = np.inf
         degrees = np.array(static_degrees(ground.tree), float)[:, None]
         work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
         prices = seconds.tolist(), num_bytes.tolist()
@@ -342,11 +355,6 @@ class _Search:
 
 def _first(pair: tuple[float, Packing]) -> float:
     return pair[0]
-
-
-def _ranks_decide(verdict: Verdict) -> bool:
-    """The slowest ranks' own work fills most of the time; else gathers do, and no placement changes them."""
-    return float(verdict.own_s.max(axis=1).sum()) > _MOST * verdict.makespan_s
 
 
 def _makespan(pair: Tried) -> float:
