@@ -96,7 +96,10 @@ def backward_phases(
         return (yield from sliced_backward(work, kernel, scale, num_kv_heads, saved, dout, sinks))
     q, k, v, out, lse = saved
     if work.keep == "output":  # all of it is where the tokens are, and comes to the heads now
-        q, out, dout, k, v = yield from tokens_to_heads(work, (q, out, dout), (k, v))
+        arrived = yield from tokens_to_heads(work, (q, out, dout), (k, v))
+        if work.ring is not None:  # a kernel that wants dense rows would make them so for every block
+            arrived = [x.contiguous() for x in arrived]
+        q, out, dout, k, v = arrived
     else:
         (dout,) = yield from tokens_to_heads(work, (dout,), ())
     dsinks = None

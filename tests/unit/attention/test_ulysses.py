@@ -159,9 +159,9 @@ def test_a_kernel_reads_what_arrived_and_its_output_is_what_leaves(keep: Keep, n
     q, k, v, dout = draw(heads[0], heads[1], heads[1], heads[0])
 
     def work(rank: int, link: Link) -> tuple[Watching, Watching]:
-        group, mine = group_work(rank, link, heads, keep, num_slices), [rows_of(rank, x) for x in (q, k, v)]
+        group, mine = group_work(rank, link, heads, keep, num_slices), rows_of(rank, q)
         forward, backward = Watching(), Watching()
-        _, saved = finished(forward_phases(group, forward, 0.3, *mine, None))
+        _, saved = finished(forward_phases(group, forward, 0.3, mine, rows_of(rank, k), rows_of(rank, v), None))
         finished(backward_phases(group, backward, 0.3, heads[1], saved, rows_of(rank, dout)))
         return forward, backward
 
@@ -185,7 +185,12 @@ def test_backward_keeps_views_that_fill_their_buffer_as_they_are() -> None:
         filler = max(SIZES[rank], 1) - SIZES[rank]
         inputs = [torch.cat([rows_of(rank, x), x.new_zeros(filler, *x.shape[1:])]).requires_grad_() for x in (q, k, v)]
         held: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
+
+        def pack(x: Tensor) -> Tensor:
+            held.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             attend_groups(context, 0, 0.3, *inputs)
         return held
 
