@@ -136,12 +136,10 @@ def sliced_backward(
         return from_heads(work, _shares(work, number), (q_grads[number],), grads)
 
     def unload(number: int, arrived: Sequence[Tensor]) -> None:
-        num_keys = 2 if number == len(work.slices) - 1 else 0
-        shares = _shares(work, number)
-        parts = [apart(piece, share, 1, num_keys) for piece, share in zip(arrived, shares, strict=True)]
-        for share, (part, *_) in zip(shares, parts, strict=True):
-            dq[:, cut(share.query)] = part
-        dkv.extend(sum_heads(work, column, num_kv_heads) for column in list(zip(*parts, strict=True))[1:])
+        num_tensors = 3 if number == len(work.slices) - 1 else 1
+        for member, part in zip(work.slices[number], arrived[::num_tensors], strict=True):
+            dq[:, cut(member.query)] = part
+        dkv.extend(sum_heads(work, arrived[which::num_tensors], num_kv_heads) for which in range(1, num_tensors))
 
     yield from _pipeline(work, bring, work_on, send, unload)
     dk, dv = dkv

@@ -5,10 +5,11 @@ its share of the heads. One all-to-all carries all tensors. Parts need not be eq
 (then some ranks have one more, or none). With fewer key/value heads than ranks, those are sent to every rank whose
 queries need them, and their gradients are summed at home.
 
-Between two ranks travels one piece [tokens, heads of all tensors, H]: of each token, the heads of all tensors lie side
-by side. Tokens of one rank follow those of another, so what arrives at the heads is the stream itself and each tensor a
-view of it, with a stride between its rows. Elements are copied where the tokens are, before they leave and when they
-are back. Where the heads are nothing is copied but the gradients of q, k and v, which are laid side by side to leave.
+To the heads goes one piece [tokens, heads of all tensors, H] for each rank: of a token, the heads of all tensors lie
+side by side. Tokens of one rank follow those of another, so what arrives is the stream itself, and each tensor a view
+of it with a stride between its rows. Back go pieces of each tensor, and one tensor alone from where it lies. So
+elements are copied where the tokens are, before they leave and when they are back; where the heads are, nothing is
+but the gradients of q, k and v, to leave together.
 
 Both functions are generators that yield the exchange once, while it is on the wire; where there is nobody to exchange
 with they do nothing and do not yield. Exchanges of a layer and group, per token of width q + 2 kv: forward q + 2 kv in,
@@ -86,26 +87,25 @@ def heads_to_tokens(
         return [*queries, *keys]
     leaving = start(work, from_heads(work, work.heads, queries, keys))
     yield leaving
-    counts = len(queries), len(keys)
-    came = (apart(piece, share, *counts) for piece, share in zip(leaving.finish(), work.heads, strict=True))
-    tensors = list(zip(*came, strict=True))
-    home = [torch.cat(parts, 1) for parts in tensors[: len(queries)]]
-    return home + [sum_heads(work, parts, num_kv_heads) for parts in tensors[len(queries) :]]
+    came, num_tensors = leaving.finish(), len(queries) + len(keys)
+    of_each = [came[which::num_tensors] for which in range(num_tensors)]
+    home = [torch.cat(parts, 1) for parts in of_each[: len(queries)]]
+    return home + [sum_heads(work, parts, num_kv_heads) for parts in of_each[len(queries) :]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cargo:
-    """What one communication carries one way among the ranks inside, a piece [tokens, heads, H] between two of them.
+    """What one communication carries one way among the ranks inside, in pieces [tokens, heads, H].
 
     Attributes:
-        leaving: For each of them, what makes up the piece for it: [tokens, some heads, H], to lie side by side.
-        coming: For each of them, the shape of the piece that it sends here.
+        leaving: For each of them, the pieces for it; of each, the tensors whose heads lie side by side in it.
+        coming: For each of them, the shapes of the pieces that it sends here.
         sent: All pieces that leave, one after another, if they lie so already.
         stream: The shape of all pieces that come, if one after another they are one tensor.
     """
 
-    leaving: Sequence[Sequence[Tensor]]
-    coming: Sequence[Shape]
+    leaving: Sequence[Sequence[Sequence[Tensor]]]
+    coming: Sequence[Sequence[Shape]]
     sent: Tensor | None = None
     stream: Shape | None = None
 
@@ -114,31 +114,30 @@ def to_heads(work: GroupWork, heads: Sequence[HeadShare], queries: Sequence[Tens
     """From the ranks that hold tokens to those that work for heads; see `tokens_to_heads`."""
     num_heads, size = sum(_head_counts(heads[work.place], len(queries), len(keys))), queries[0].shape[2]
     return Cargo(
-        [[*(x[:, cut(h.query)] for x in queries), *(x[:, cut(h.kv)] for x in keys)] for h in heads],
-        [(num_tokens, num_heads, size) for num_tokens in work.sizes],
+        [[[*(x[:, cut(h.query)] for x in queries), *(x[:, cut(h.kv)] for x in keys)]] for h in heads],
+        [[(num_tokens, num_heads, size)] for num_tokens in work.sizes],
         stream=(sum(work.sizes), num_heads, size),
     )
 
 
 def from_heads(work: GroupWork, heads: Sequence[HeadShare], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Cargo:
     """From the ranks that work for heads to those that hold their tokens; see `heads_to_tokens`."""
-    tensors = (*queries, *keys)
-    sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, 1)
+    tensors, size = (*queries, *keys), queries[0].shape[2]
     return Cargo(
-        [[part] for part in sent.split(work.sizes)],
-        [(work.num_rows, sum(_head_counts(h, len(queries), len(keys))), sent.shape[2]) for h in heads],
-        sent=sent,
+        [[[part] for part in parts] for parts in zip(*(x.split(work.sizes) for x in tensors), strict=True)],
+        [[(work.num_rows, count, size) for count in _head_counts(h, len(queries), len(keys))] for h in heads],
+        sent=tensors[0].contiguous() if len(tensors) == 1 else None,
     )
 
 
 def start(work: GroupWork, *cargos: Cargo) -> Exchange:
     """Send all of it in one communication, and begin to receive.
 
-    What comes, if it is not a cargo's one stream, is for each rank inside a piece of each cargo.
+    What comes, if it is not a cargo's one stream, is for each rank inside its pieces of each cargo.
     """
     assert work.link is not None
-    leaving = list(zip(*(cargo.leaving for cargo in cargos), strict=True))
-    coming = list(zip(*(cargo.coming for cargo in cargos), strict=True))
+    leaving = [list(chain(*of_rank)) for of_rank in zip(*(cargo.leaving for cargo in cargos), strict=True)]
+    coming = [list(chain(*of_rank)) for of_rank in zip(*(cargo.coming for cargo in cargos), strict=True)]
     sent, stream = (cargos[0].sent, cargos[0].stream) if len(cargos) == 1 else (None, None)
     return start_exchange(
         work.link,
