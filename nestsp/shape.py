@@ -8,6 +8,7 @@ causal attention by the half square that is needed, not the square.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -499,6 +500,7 @@ class HeadShare:
     kv_of_query: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1024)
 def head_shares(num_heads: int, num_kv_heads: int, degree: int) -> tuple[HeadShare, ...]:
     """Deal heads to the members of a group, as evenly as whole heads allow.
 

@@ -15,6 +15,8 @@ whatever the placement:
 - in the forward pass of each microbatch all layers are gathered one after another, in the backward pass gathered again
   and reduced, on the links that exchanges between hosts also take; at its start every rank idles until the root and the
   first layer are gathered, at its end until the last layer and the root are reduced;
+- no microbatch is shorter than its gathers and reductions, so one of M lasts no longer than what the others leave: a
+  sequence that would last longer on some group must go to another;
 - the rank with most of the longest sequence has at least that share of it, and in each layer its attention lasts as
   long as the sequence's own exchanges if they can hide each other, else as long as both, at the degree and as the kind
   where this is least among those it fits on.
@@ -43,7 +45,8 @@ __all__ = ["Bound", "check_fits", "lower_bound"]
 
 Floats = npt.NDArray[np.float64]
 
-# Halvings of the interval that the bound lies in.
+# The bound is searched for in steps of this factor, then by halvings of the one that it lies in.
+_WIDER = 1.05
 _HALVINGS = 10
 
 
@@ -109,24 +112,32 @@ def lower_bound(batch: SequenceBatch, cost: CostModel) -> Bound:
     check_fits(batch.ids, batch.lengths, cost)
     lengths = np.array(batch.lengths, float)
     work, places = _Work.of(lengths, cost), _Places.of(lengths, cost)
-    low = _least(work, places.within(math.inf), cost)
-    high = _least(work, places.within(low[0]), cost)
+    low, number = _least(work, places, math.inf, cost)
     # What a plan needs at least falls with the time that it may take. So no plan is faster than where both are equal.
-    for _ in range(_HALVINGS if high[0] > low[0] else 0):
-        middle = (low[0] + high[0]) / 2
-        needed = _least(work, places.within(middle), cost)
+    high = low
+    while (needed := _least(work, places, high, cost))[0] > high:
+        low, number, high = high, needed[1], _WIDER * high
+    for _ in range(_HALVINGS if high > low else 0):
+        middle = (low + high) / 2
+        needed = _least(work, places, middle, cost)
         if needed[0] > middle:
-            low = (middle, needed[1])
+            low, number = middle, needed[1]
         else:
-            high = (middle, needed[1])
+            high = middle
     ideal = (sum(work.attention_s) + 3 * work.linear_s + work.head_s) / cost.tree.num_ranks + cost.update_s
-    return Bound(low[0], ideal, low[1])
+    return Bound(low, ideal, number)
 
 
-def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
-    """The least makespan of all numbers of microbatches, and that number."""
+def _least(work: _Work, places: _Places, most_s: float, cost: CostModel) -> tuple[float, int]:
+    """The least makespan of plans that take no longer than a time, over all numbers of microbatches; and that number.
+
+    Infinite if there is no such plan.
+    """
     num_ranks, layers, memory = cost.tree.num_ranks, cost.shape.num_layers, cost.memory
     free = num_ranks * (cost.memory_per_rank_bytes - memory.fixed)
+    split = places.within(most_s)
+    if split is None:
+        return math.inf, 1
     split_bytes, whole_bytes = (memory.attention_bytes_per_token(split=split) for split in (True, False))
     needed = split.num_tokens * split_bytes + (work.num_tokens - split.num_tokens) * whole_bytes
     needed = max(needed, work.num_tokens * memory.least_bytes_per_token)
@@ -136,9 +147,14 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
     reduced = layers * (cost.layer_gather_s + cost.layer_reduce_s) + cost.root_reduce_s
     after = cost.update_s + cost.comm.ring_latency_s
     with_gathers = 1 if cost.comm.crosses_hosts else 0  # the class of links that they take
+    shortest = max(gathered + reduced, sum(idle))  # of all microbatches
     best = (math.inf, least)
     for number in range(least, least + max(1, work.num_sequences)):
         again = work.recomputed_s(number * free)
+        others = (number - 1) * shortest
+        split = places.within(most_s - after - others - sum(idle))
+        if split is None:
+            break  # nor with more of them
         total = 0.0
         for links, waits, computes, attention, exchanges in (
             (gathered, idle[0], work.linear_s, work.attention_s[0], split.forward_s),
@@ -146,7 +162,7 @@ def _least(work: _Work, split: _Split, cost: CostModel) -> tuple[float, int]:
         ):
             busy = (computes + max(attention, *exchanges)) / num_ranks
             total += max(number * links + exchanges[with_gathers] / num_ranks, number * waits + busy)
-        longest = number * sum(idle) + split.longest_s
+        longest = others + sum(idle) + split.longest_s
         best = min(best, (max(total, longest) + after, number))
         if again == 0.0 or number * (gathered + reduced) > best[0]:
             break  # further microbatches only cost
@@ -280,14 +296,15 @@ class _Places:
         fits |= ~fits.any(axis=0)
         return cls(lengths, fits, alone_s, exchange_s)
 
-    def within(self, most_s: float) -> _Split:
-        """What must be split in a plan that takes no longer."""
-        least_s = np.where(self.fits, self.alone_s, np.inf).min(axis=0)
-        here = self.fits & (self.alone_s <= np.maximum(most_s, least_s))
-        sums = [[float(np.where(here, s, np.inf).min(axis=0).sum()) for s in of] for of in self.exchange_s]
+    def within(self, most_s: float) -> _Split | None:
+        """What must be split in a plan where no sequence alone lasts longer; None if one does on every group."""
+        allowed = self.fits & (self.alone_s <= most_s)
+        if not allowed.any(axis=0).all():
+            return None
+        sums = [[float(np.where(allowed, s, np.inf).min(axis=0).sum()) for s in of] for of in self.exchange_s]
         return _Split(
-            num_tokens=float(self.lengths[~here[-1]].sum()),
+            num_tokens=float(self.lengths[~allowed[-1]].sum()),
             forward_s=(sums[0][0], sums[0][1]),
             backward_s=(sums[1][0], sums[1][1]),
-            longest_s=float(least_s.max(initial=0.0)),
+            longest_s=float(np.where(allowed, self.alone_s, np.inf).min(axis=0).max(initial=0.0)),
         )

@@ -15,12 +15,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nestsp.batch import SequenceBatch
-from nestsp.cluster import GroupTree
+from nestsp.cluster import GroupTree, ring_degrees
 from nestsp.cost.bound import check_fits
 from nestsp.cost.model import CostModel
 from nestsp.errors import InfeasibleError
@@ -52,12 +53,19 @@ class Prices:
         square_s: Per squared token.
         squares: Lengths squared, less what a sliding window cuts off.
         inside: Sequences that fit into a group inside a host go to no group that crosses hosts.
+        room_s: Seconds that a byte counts for when the next group is chosen: above 0, long sequences, which take more
+            time for each byte, go where there is more time than room, so that ranks end with more equal tokens.
+        most_part: What part of a microbatch's time one sequence may take of its ranks, unless these are all.
+        num_whole: So many of the longest sequences go to all ranks.
     """
 
     linear_s: tuple[float, ...]
     square_s: tuple[float, ...]
     squares: Callable[[Floats], Floats]
     inside: bool = False
+    room_s: float = 0.0
+    most_part: float = 1.0
+    num_whole: int = 0
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -104,6 +112,8 @@ class Ground:
         least_part: What part of the closed form a finished plan has at least, where no rank has two groups and so
             nothing hides an exchange.
         guesses: Prices to search with: what is kept and what is hidden is decided later.
+        more_guesses: Further ones, for batches that are worth a longer search.
+        whole: Prices if nothing is spared and nothing hidden; packings of several guesses are compared by them.
         floor: Prices that no finished plan undercuts where no rank has two groups, kept layers left out.
         head_s: Seconds per token of head and loss, on the rank that holds it.
         gathers_s: Of all gathers and reductions of a microbatch, what `fixed_s` has not; it lasts at least so long.
@@ -113,6 +123,7 @@ class Ground:
         num_layers: How many could be kept.
         num_crossing: Levels whose groups cross hosts; those after them do not.
         check: Raises what tells a user why a batch does not fit at all.
+        num_heads: A group of more ranks gains nothing unless it is of another kind.
         in_slices: The same placement, each group in the slices of heads that are fastest for it alone.
         as_any_kind: The same placement, each group of the kind, rings and hybrids among them, that is fastest for it.
         finish: Makes a placement a plan to be judged: what recomputation keeps is decided here.
@@ -131,6 +142,8 @@ class Ground:
     fixed_s: float
     least_part: float
     guesses: tuple[Prices, ...]
+    more_guesses: tuple[Prices, ...]
+    whole: Prices
     floor: Prices
     head_s: float
     gathers_s: float
@@ -139,6 +152,7 @@ class Ground:
     token_bytes: float
     num_layers: int
     num_crossing: int
+    num_heads: int
     check: Callable[[SequenceBatch], None]
     in_slices: Callable[[Plan], Plan]
     as_any_kind: Callable[[Plan], Plan]
@@ -228,12 +242,13 @@ class Ground:
         return max(1, int(-(-batch.num_tokens * per_token // (self.free_bytes * self.tree.num_ranks))))
 
 
-def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
+def cost_ground(cost: CostModel, *, streaming: bool = True, rings: bool = True) -> Ground:
     """The ground of a cost model, for plans in which every layer is recomputed.
 
     Args:
         cost: The model, cluster and hardware.
         streaming: Whether exchanges are hidden behind other groups' attention.
+        rings: Whether groups may be rings and hybrids.
 
     Raises:
         InfeasibleError: The model itself does not fit.
@@ -246,16 +261,43 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
     backward = float(compute.best_attention_s("backward", heads, 0 * unit, unit)[0])
     forward_linear = float(compute.best_attention_s("forward", heads, unit, 0 * unit)[0])
     backward_linear = float(compute.best_attention_s("backward", heads, unit, 0 * unit)[0])
-    shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
+    rings = rings and not shape.window
     degrees = [tree.degree(level) for level in range(tree.num_levels)]
+    shares = [float(cost.head_fractions(level).max()) for level in range(tree.num_levels)]
+    # More ranks than heads gain nothing as Ulysses; search may count on a hybrid there.
+    best_shares = [
+        min(float(cost.head_fractions(level, ring).max()) / ring for ring in ring_degrees(degree))
+        if rings and degree > heads
+        else shares[level]
+        for level, degree in enumerate(degrees)
+    ]
     num_bytes = [memory.stream_bytes(degree) for degree in degrees]
 
     def exchanges(forwards: int, kept: bool) -> list[float]:
         links = [(*forwards * comm.forward(level), *comm.backward(level, kept=kept)) for level in range(len(degrees))]
         return [layers * sum(link.s_per_token for link in each) for each in links]
 
-    def prices(forwards: int, *, head: bool, exposed: float, kept: bool = True, inside: bool = False) -> Prices:
-        """Of plans that run the attention of the forward pass so many times."""
+    def prices(
+        forwards: int,
+        *,
+        head: bool,
+        exposed: float,
+        kept: bool = True,
+        room: float = 0.0,
+        shares: Sequence[float] = best_shares,
+        **others: Any,
+    ) -> Prices:
+        """Of plans that run the attention of the forward pass so many times.
+
+        Args:
+            forwards: How often.
+            head: Whether the head counts.
+            exposed: What part of the exchanges nothing hides.
+            kept: Whether attention's outputs are.
+            room: The price of room, in the linear work of the tokens that would fill it.
+            shares: What part of a sequence's attention the busiest rank of each level's groups has.
+            others: See `Prices`.
+        """
         per_token = 4 * layers * compute.linear_s + cost.head_s * head
         attention = layers * (forwards * forward_linear + backward_linear)
         exchange = exchanges(forwards, kept)
@@ -266,10 +308,11 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             ),
             square_s=tuple(layers * (forwards * forward + backward) * share for share in shares),
             squares=compute.squares,
-            inside=inside,
+            room_s=room * 4 * layers * compute.linear_s / num_bytes[-1],
+            **others,
         )
 
-    bare = prices(2, head=True, exposed=0.0, kept=False)
+    bare = prices(2, head=True, exposed=0.0, kept=False, shares=shares)
     linear, square, exchange = bare.linear_s, bare.square_s, exchanges(2, False)
     free = cost.memory_per_rank_bytes - memory.fixed
     # The loss slice is another moment, with fewer bytes per token but those of the slice.
@@ -298,7 +341,16 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
             prices(1, head=False, exposed=0.6, inside=True),
             prices(2, head=True, exposed=0.3),
         ),
-        floor=prices(1, head=True, exposed=1.0, kept=False),
+        more_guesses=(  # a batch's best plan came from any of these, most often from the first
+            prices(1, head=False, exposed=0.2, room=2.0),
+            prices(1, head=False, exposed=0.2, room=2.0, most_part=0.7),
+            prices(1, head=False, exposed=0.2, room=3.0, most_part=0.7),
+            prices(1, head=True, exposed=0.5, room=1.5),
+            prices(1, head=False, exposed=0.2, most_part=0.7),
+            prices(2, head=True, exposed=0.3, num_whole=1),
+        ),
+        whole=prices(2, head=True, exposed=1.0, kept=False),
+        floor=prices(1, head=True, exposed=1.0, kept=False, shares=shares),
         head_s=cost.head_s,
         gathers_s=(2 * layers - 1) * cost.layer_gather_s + (layers - 1) * cost.layer_reduce_s,
         layer_s=compute.linear_s,
@@ -306,9 +358,10 @@ def cost_ground(cost: CostModel, *, streaming: bool = True) -> Ground:
         token_bytes=layers * memory.layer_input + memory.gradients,
         num_layers=layers,
         num_crossing=sum(any(link.network for link in comm.forward(level)) for level in range(tree.num_levels)),
+        num_heads=heads,
         check=lambda batch: check_fits(batch.ids, batch.lengths, cost),
         in_slices=lambda plan: with_kinds(plan, cost, "ulysses"),
-        as_any_kind=lambda plan: with_kinds(plan, cost, "ulysses" if shape.window else "auto"),
+        as_any_kind=lambda plan: with_kinds(plan, cost, "auto" if rings else "ulysses"),
         finish=lambda plan: spend_memory(plan, cost),
         evaluate=lambda plan: _verdict(simulate(make_schedule(plan, streaming=streaming), cost), cost),
         evaluate_roughly=lambda plan: _glance(plan, (plan.gathers,), cost, streaming)[1],

@@ -224,38 +224,28 @@ def _fill_gaps(
     free_bytes: float,
 ) -> bool:
     """Place what is left on the fewest ranks that stay at or below zero; whether all found a place."""
-    tree, last = packing.tree, packing.tree.num_levels - 1
-    degrees = [tree.degree(level) for level in range(tree.num_levels)]
-    loads, sizes = _tops(packing.loads_s, tree), _tops(packing.held_bytes, tree)
+    loads, sizes = packing.loads_s, packing.held_bytes
+    degrees = [packing.tree.degree(level) for level in range(packing.tree.num_levels)]
     for i in left:
-        for level in range(last, -1, -1):
-            ends = loads[level]
+        for level in range(len(degrees) - 1, -1, -1):
+            degree = degrees[level]
+            ends, held = _slowest(loads, degree), _slowest(sizes, degree)
             at = int(ends.argmin())
-            if sizes[level].flat[at] + num_bytes[level][i] > free_bytes:
-                ends = np.where(sizes[level] + num_bytes[level][i] <= free_bytes, ends, np.inf)
+            if held[at] + num_bytes[level][i] > free_bytes:
+                ends = np.where(held + num_bytes[level][i] <= free_bytes, ends, np.inf)
                 at = int(ends.argmin())
-            if ends.flat[at] + seconds[level][i] <= 0.0:
+            if ends[at] + seconds[level][i] <= 0.0:
                 break
         else:
             return False
-        microbatch, group = divmod(at, loads[level].shape[1])
-        ranks = slice(group * degrees[level], (group + 1) * degrees[level])
-        for tops, add in ((loads, seconds[level][i]), (sizes, num_bytes[level][i])):
-            tops[last][microbatch, ranks] += add
-            for above in range(last - 1, -1, -1):
-                # the groups of this level that hold some of these ranks
-                first, stop = ranks.start // degrees[above], -(-ranks.stop // degrees[above])
-                fanout = tree.fanouts[above]
-                below = tops[above + 1][microbatch, first * fanout : stop * fanout]
-                tops[above][microbatch, first:stop] = below.reshape(-1, fanout).max(axis=1)
+        microbatch, group = divmod(at, loads.shape[1] // degree)
+        ranks = slice(group * degree, (group + 1) * degree)
+        loads[microbatch, ranks] += seconds[level][i]
+        sizes[microbatch, ranks] += num_bytes[level][i]
         packing.levels[i], packing.microbatches[i], packing.groups[i] = level, microbatch, group
-    packing.loads_s, packing.held_bytes = loads[last], sizes[last]
     return True
 
 
-def _tops(values: Floats, tree: GroupTree) -> list[Floats]:
-    """For each level the largest value of each group's ranks, float64 [microbatches, groups]."""
-    tops = [values]
-    for fanout in reversed(tree.fanouts):
-        tops.append(tops[-1].reshape(len(values), -1, fanout).max(axis=2))
-    return tops[::-1]
+def _slowest(values: Floats, degree: int) -> Floats:
+    """The largest value of each group's ranks, float64 [microbatches * groups]."""
+    return values.ravel() if degree == 1 else values.reshape(-1, degree).max(axis=1)

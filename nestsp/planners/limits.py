@@ -56,7 +56,12 @@ class CappedGround(Ground):
 
 
 def run_ground(
-    cost: CostModel, can: Capabilities, max_tokens_per_rank: int | None = None, *, streaming: bool = True
+    cost: CostModel,
+    can: Capabilities,
+    max_tokens_per_rank: int | None = None,
+    *,
+    streaming: bool = True,
+    rings: bool = True,
 ) -> Ground:
     """The ground of a cost model for plans that an executor can run.
 
@@ -65,11 +70,12 @@ def run_ground(
         can: What the executor can run.
         max_tokens_per_rank: Cap on the tokens that a rank holds in a microbatch; None for none.
         streaming: Whether exchanges are hidden behind other groups' attention.
+        rings: Whether groups may be rings and hybrids, if the executor has them.
 
     Raises:
         InfeasibleError: The model itself does not fit.
     """
-    ground = cost_ground(cost, streaming=streaming)
+    ground = cost_ground(cost, streaming=streaming, rings=rings and can.rings)
     if can.num_kept_layers:
         ground = _keep_layers(ground, cost)
     elif can.num_kept_layers == 0:
@@ -93,7 +99,6 @@ def run_ground(
     return dataclasses.replace(
         ground,
         check=check,
-        as_any_kind=ground.as_any_kind if can.rings else ground.in_slices,
         finish=lambda plan: _finish(plan, cost, can, ground.finish),
     )
 

@@ -8,17 +8,18 @@
    another difference gave.
 3. *Finalists.* The best of each number of microbatches is finished (what recomputation keeps) and judged by the ground,
    leaves first, its gathers where it is fastest.
-4. *Refinement*, if ranks' own work fills most of the time. Every finalist is also tried in slices of heads, and with
-   rings and hybrids; of the best few the short sequences are dealt anew by what the ground says of each rank
-   (`balance`), with the exchanges that nothing hides counted whole, in part or not at all; the best of those in turn
-   gets its gathers placed and is balanced again, and is tried root first. All of it by rough verdicts: what comes out
-   counts if it is faster when judged in full.
+4. *Refinement*, if ranks' own work fills most of the time. Every finalist is also tried with rings and hybrids, and in
+   slices of heads; so are packings of further guesses, most of which weigh room against time, since ranks with equal
+   tokens keep more and end in the head together. Of the best few the short sequences are dealt anew by what the ground
+   says of each rank (`balance`), with the exchanges that nothing hides counted whole, in part or not at all; the best
+   of those in turn gets its gathers placed and is balanced again, and is tried root first. All of it by rough verdicts:
+   what comes out counts if it is faster when judged in full.
 5. *Others.* So are the plans of every single level, BASP and greedy disjoint groups, but for those that provably end
    later: it is never slower than any of them.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
-a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch; 10 to 30 ms for each of up to 39
+a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch; 10 to 30 ms for each of up to 62
 plans of refinement on 64 ranks.
 """
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,16 +65,22 @@ _PRECISION = 1.5e-3
 # Sequences placed by all packings of one guess and number of microbatches, and how many packings there are at least.
 _PLACED = 24_000
 _PACKINGS = 3
-# Numbers of microbatches that are tried, unless one is estimated so much slower; and how many packings are judged.
+# Numbers of microbatches that are tried, unless one is estimated so much slower; and how many packings are judged, at
+# most, times ranks, and at least.
 _NUMBERS = 3
 _HOPELESS = 1.05
 _FINALISTS = 4
+_JUDGED = 2_048
+_LEAST_FINALISTS = 2
 # A plan whose slowest ranks work for less of its time is not refined.
 _MOST = 0.85
-# Plans that are tried in refinement, times ranks, and how many there are at least; half of them may be of other kinds.
+# Plans that are tried in refinement, times ranks, and how many there are at least; half of them may be of other kinds
+# or from further guesses, one for so many tries, which give so many plans at most.
 # So many of the best ones are balanced, and the best of all in so many more rounds while it gains.
-_TRIES = 2_500
+_TRIES = 4_000
 _LEAST_TRIES = 3
+_TRIES_A_GUESS = 8
+_FURTHER = 12
 _STARTED = 3
 _ROUNDS = 2
 _GAIN = 1e-3
@@ -99,8 +106,9 @@ class NestedGroups:
         """Plan one batch; see `plan`."""
         ground = self.ground
         ground.check(batch)
-        placed = [_leaves_first(packing.plan(batch, "nsp")) for packing in self.packings(batch)]
-        best = self._refined([self._tried(plan) for plan in placed])
+        most = max(_LEAST_FINALISTS, min(_FINALISTS, _JUDGED // ground.tree.num_ranks))
+        finalists = [self._tried(plan) for plan in self._finalists(batch, ground.guesses, most)]
+        best = self._refined(finalists, self._further(batch))
         below_s = math.inf if best is None else best[1].makespan_s
         lengths = np.array(batch.lengths, float)
         others = []
@@ -109,7 +117,7 @@ class NestedGroups:
                 others.append(dataclasses.replace(candidate, floor_s=ground.floor_s(candidate.packing, lengths)))
         judged = judge_best(ground, batch, others, below_s)
         if judged is not None:
-            best = self._refined([(judged.plan, ground.evaluate(judged.plan))])
+            best = self._refined([(judged.plan, ground.evaluate(judged.plan))], ())
         if best is None:
             raise refusal(batch)
         return Judged(dataclasses.replace(best[0], planner="nsp"), best[1].makespan_s)
@@ -118,8 +126,27 @@ class NestedGroups:
         """A placement finished, its gathers placed, with a rough verdict."""
         return self.ground.place_gathers(self.ground.finish(placed))
 
-    def _refined(self, tried: list[Tried]) -> Tried | None:
-        """The best of some plans after refinement, judged in full; None if none fits."""
+    def _finalists(self, batch: SequenceBatch, guesses: Sequence[Prices], most: int) -> list[Plan]:
+        """The best packings of some guesses as plans, not finished."""
+        finalists = []
+        for packing in self.packings(batch, guesses, most):
+            plan = _leaves_first(packing.plan(batch, "nsp"))
+            beyond_heads = self.ground.tree.degree(min(packing.levels)) > self.ground.num_heads
+            finalists.append(self.ground.as_any_kind(plan) if beyond_heads else plan)
+        return finalists
+
+    def _further(self, batch: SequenceBatch) -> Iterator[Plan]:
+        """More finalists, of any kind, not finished; searched for when the first one is asked for."""
+        guesses = self.ground.more_guesses[: _TRIES // self.ground.tree.num_ranks // _TRIES_A_GUESS]
+        yield from map(self.ground.as_any_kind, self._finalists(batch, guesses, _FURTHER))
+
+    def _refined(self, tried: list[Tried], further: Iterable[Plan]) -> Tried | None:
+        """The best of some plans after refinement, judged in full; None if none fits.
+
+        Args:
+            tried: The plans, with rough verdicts.
+            further: Plans that are not finished, to be tried beside them.
+        """
         fitting = sorted((each for each in tried if math.isfinite(each[1].makespan_s)), key=_makespan)
         if not fitting:
             return None
@@ -128,11 +155,10 @@ class NestedGroups:
             return plain
         most = max(_LEAST_TRIES, _TRIES // self.ground.tree.num_ranks)
         tries = iter(range(most))
-        kinds = (self.ground.as_any_kind, self.ground.in_slices)
-        others = (of_kind(plan) for plan, _ in fitting for of_kind in kinds)
-        started = fitting + [
-            self._tried(plan) for _, plan in zip(itertools.islice(tries, most // 2), others, strict=False)
-        ]
+        placed = [plan for plan, _ in fitting]
+        others = itertools.chain(map(self.ground.as_any_kind, placed), further, map(self.ground.in_slices, placed))
+        half = itertools.islice(tries, most // 2)
+        started = fitting + [self._tried(plan) for _, plan in zip(half, others, strict=False)]
         started = sorted(started, key=_makespan)[:_STARTED]
         plan, verdict = min((self._balanced(*each, tries) for each in started), key=_makespan)
         for _ in range(_ROUNDS):
@@ -158,12 +184,18 @@ class NestedGroups:
                 plan, verdict = min((plan, verdict), (finished, self.ground.evaluate_roughly(finished)), key=_makespan)
         return plan, verdict
 
-    def packings(self, batch: SequenceBatch) -> list[Packing]:
-        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches."""
+    def packings(self, batch: SequenceBatch, guesses: Sequence[Prices], most: int) -> list[Packing]:
+        """The finalists of the search: those estimated fastest, of several guesses and numbers of microbatches.
+
+        Args:
+            batch: The sequences.
+            guesses: What to search with.
+            most: How many finalists there may be.
+        """
         ground = self.ground
-        if not batch.num_sequences:
+        if not batch.num_sequences or not guesses:
             return []
-        searches = [_Search.of(ground, batch, guess) for guess in ground.guesses]
+        searches = [_Search.of(ground, batch, guess) for guess in guesses]
         found: list[tuple[float, Packing]] = []
         least = ground.least_microbatches(batch)
         best_s, numbers = math.inf, 0
@@ -183,7 +215,7 @@ class NestedGroups:
             best_s = min(best_s, this_s)
         best: list[Packing] = []
         for _, packing in sorted(found, key=_first):
-            if len(best) < _FINALISTS and not any(packing.places == other.places for other in best):
+            if len(best) < most and not any(packing.places == other.places for other in best):
                 best.append(packing)
         return best
 
@@ -193,20 +225,22 @@ class _Search:
     """A batch with its prices by one guess.
 
     Attributes:
+        guess: The guess.
         order: Positions, longest first.
         seconds: float64 [levels, sequences], what each adds to a rank of a group of each level.
         work: float64 [levels, sequences], the same of all ranks of the group, over all ranks; infinite where the
             sequence may not go.
         prices: Seconds and bytes as lists, these too infinite there.
-        bare_s: float64 [levels, sequences], the ground's own prices, without any guess.
+        whole_s: float64 [levels, sequences], the ground's `whole` prices.
     """
 
     ground: Ground
+    guess: Prices
     order: list[int]
     seconds: Floats
     work: Floats
     prices: tuple[list[list[float]], list[list[float]]]
-    bare_s: Floats
+    whole_s: Floats
 
     @classmethod
     def of(cls, ground: Ground, batch: SequenceBatch, guess: Prices) -> _Search:
@@ -215,10 +249,11 @@ class _Search:
         if guess.inside:
             small = (num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
             num_bytes[: ground.num_crossing, small] = np.inf
+        num_bytes[1:, longest_first(batch)[: guess.num_whole]] = np.inf
         degrees = np.array(static_degrees(ground.tree), float)[:, None]
         work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
         prices = seconds.tolist(), num_bytes.tolist()
-        return cls(ground, longest_first(batch), seconds, work, prices, ground.seconds(lengths))
+        return cls(ground, guess, longest_first(batch), seconds, work, prices, ground.whole.seconds(lengths))
 
     def least_s(self, most_s: float) -> float:
         """Sum of all microbatches if nothing is lost and no sequence lasts longer; infinite if one must."""
@@ -229,7 +264,7 @@ class _Search:
         """Seconds of a finished plan of a packing, about, comparable with those of other guesses."""
         index = np.arange(len(packing.levels))
         levels, degrees = np.array(packing.levels), np.array(static_degrees(self.ground.tree), float)
-        more = (self.bare_s - self.seconds)[levels, index] * degrees[levels]
+        more = (self.whole_s - self.seconds)[levels, index] * degrees[levels]
         each = np.bincount(packing.microbatches, more, len(packing.loads_s)) / self.ground.tree.num_ranks
         return self.ground.estimate_s(packing.loads_s.max(axis=1) + each, packing.held_bytes)
 
@@ -290,7 +325,19 @@ class _Search:
         if min(others, others + longer_s) <= self.ground.gathers_s * (num_microbatches > 1):
             return None
         targets = [others + longer_s, *[others] * (num_microbatches - 1)]
-        return pack_within(self.ground.tree, targets, self.order, *self.prices, self.ground.free_bytes)
+        ground, seconds = self.ground, self.prices[0]
+        num_bytes = self._bytes_within(self.guess.most_part * max(targets))
+        return pack_within(ground.tree, targets, self.order, seconds, num_bytes, ground.free_bytes, self.guess.room_s)
+
+    def _bytes_within(self, most_s: float) -> list[list[float]]:
+        """The prices in bytes, infinite where a sequence would take longer of its ranks, unless these are all."""
+        num_bytes = self.prices[1]
+        if self.guess.most_part == 1.0:
+            return num_bytes
+        num_bytes = [num_bytes[0], *(row.copy() for row in num_bytes[1:])]
+        for level, i in np.argwhere(self.seconds[1:] > most_s).tolist():
+            num_bytes[level + 1][i] = math.inf
+        return num_bytes
 
 
 def _first(pair: tuple[float, Packing]) -> float:

@@ -167,10 +167,9 @@ class PlanningTask:
     def solver(self) -> Callable[[SequenceBatch], Planned]:
         """A function that plans batches; made once, since prices and planner are."""
         cost = self.cost()
-        ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming)
         kind: AttentionKind = self.attention if self.can.rings else "ulysses"
-        if kind != "auto":
-            ground = dataclasses.replace(ground, as_any_kind=ground.in_slices)
+        rings = kind == "auto"
+        ground = run_ground(cost, self.can, self.max_tokens_per_rank, streaming=self.streaming, rings=rings)
         planner = make_planner(self.planner, ground, self.degree)
 
         def judge(batch: SequenceBatch) -> Judged:

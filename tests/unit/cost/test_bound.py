@@ -23,8 +23,11 @@ KINDS: tuple[AttentionKind, ...] = ("ulysses", "ring", "hybrid")
 SHAPE = dataclasses.replace(known_model("llama-3.2-1b"), num_layers=LAYERS)
 
 
-def model(num_hosts: int, ranks: int, *, memory_gib: float = 70.0, preset: str = "h100") -> CostModel:
-    profile = dataclasses.replace(load_profile(preset), communicator_bytes=0.0, margin_bytes=0.0)
+def model(
+    num_hosts: int, ranks: int, *, memory_gib: float = 70.0, preset: str = "h100", bandwidth: float = 1.0
+) -> CostModel:
+    profile = load_profile(preset).scaled(bandwidth=bandwidth)
+    profile = dataclasses.replace(profile, communicator_bytes=0.0, margin_bytes=0.0)
     return make_cost_model(SHAPE, Cluster(num_hosts, ranks), profile, memory_per_rank_bytes=memory_gib * 2**30)
 
 
@@ -71,15 +74,35 @@ def every_plan(batch: SequenceBatch, cost: CostModel) -> Iterator[Plan]:
 )
 def test_no_plan_is_below_the_bound(cluster: tuple[int, int], lengths: list[int], memory_gib: float) -> None:
     cost = model(*cluster, memory_gib=memory_gib)
-    batch = SequenceBatch.of_lengths(lengths)
-    bound = lower_bound(batch, cost)
-    best = float("inf")
+    bound_s, best_s = lower_bound(SequenceBatch.of_lengths(lengths), cost).makespan_s, fastest_s(lengths, cost)
+    assert bound_s <= best_s < float("inf")
+    assert best_s < 2.5 * bound_s  # a bound that says something
+
+
+def fastest_s(lengths: list[int], cost: CostModel) -> float:
+    """The makespan of the fastest of all plans."""
+    batch, best_s = SequenceBatch.of_lengths(lengths), float("inf")
     for placed in every_plan(batch, cost):
         for plan in (placed, *(with_kinds(placed, cost, kind) for kind in KINDS)):
             if plan_peak_bytes(plan, cost).max() <= cost.memory_per_rank_bytes:
-                best = min(best, simulate(make_schedule(plan), cost).makespan_s)
-    assert bound.makespan_s <= best < float("inf")
-    assert best < 2.5 * bound.makespan_s  # a bound that says something
+                best_s = min(best_s, simulate(make_schedule(plan), cost).makespan_s)
+    return best_s
+
+
+def test_a_microbatch_leaves_its_sequences_what_is_not_spent_on_its_root() -> None:
+    # Without this term the bound is 17 % below the fastest plan.
+    lengths, cost = [58_359, 30_249], model(3, 1, memory_gib=64.73, bandwidth=0.007916)
+    best_s = fastest_s(lengths, cost)
+    assert best_s / 1.005 < lower_bound(SequenceBatch.of_lengths(lengths), cost).makespan_s <= best_s
+
+
+def test_the_gathers_of_other_microbatches_leave_a_long_sequence_less_time() -> None:
+    # Without this term the bound is 11 % below the fastest plan, which has two microbatches.
+    lengths = [7_994, 36_040, 38_138]
+    cost = model(1, 2, memory_gib=11.3667, preset="a100-80g", bandwidth=0.003342)
+    bound, best_s = lower_bound(SequenceBatch.of_lengths(lengths), cost), fastest_s(lengths, cost)
+    assert bound.num_microbatches == 2
+    assert best_s / 1.07 < bound.makespan_s <= best_s
 
 
 def test_the_ideal_has_no_communication_and_no_recomputation() -> None:

@@ -166,3 +166,22 @@ def test_a_batch_whose_rings_would_wait_behind_gathers_is_near_its_bound() -> No
     judged = NestedGroups(cost_ground(cost)).judge(batch)
     assert judged.plan.gathers.forward > 1
     assert judged.makespan_s < 1.09 * lower_bound(batch, cost).makespan_s
+
+
+def test_a_sequence_that_needs_more_ranks_than_there_are_heads_gets_them() -> None:
+    cost = make_cost_model(known_model("llama-3.2-1b"), Cluster(8, 8), load_profile("h100"))
+    batch = SequenceBatch.of_lengths([400_000] + [2_000] * 200)
+    judged, ulysses = (NestedGroups(cost_ground(cost, rings=rings)).judge(batch) for rings in (True, False))
+    assert judged.plan.num_sequences_by_degree()[64] == 1
+    assert cost.shape.num_heads < 64
+    assert judged.makespan_s < 1.1 * lower_bound(batch, cost).makespan_s < 0.6 * ulysses.makespan_s
+
+
+def test_a_search_that_weighs_room_against_time_finds_faster_plans() -> None:
+    cost = make_cost_model(known_model("llama-3.1-8b"), Cluster(1, 8), load_profile("h100"))
+    ground = cost_ground(cost)
+    batch = draw_batch(read_lengths("arxiv", num_samples=5_000, seed=0), max_tokens=200_000, max_length=131_072).batch
+    judged, plain = (NestedGroups(g).judge(batch) for g in (ground, dataclasses.replace(ground, more_guesses=())))
+    assert judged.makespan_s < 0.98 * plain.makespan_s
+    tokens = [max(plan.rank_tokens(0)) for plan in (judged.plan, plain.plan)]
+    assert tokens[0] < tokens[1]
