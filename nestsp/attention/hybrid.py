@@ -97,7 +97,7 @@ def backward_phases(
     q, k, v, out, lse = saved
     if work.keep == "output":  # all of it is where the tokens are, and comes to the heads now
         arrived = yield from tokens_to_heads(work, (q, out, dout), (k, v))
-        if work.ring is not None:  # a kernel that wants dense rows would make them so for every block
+        if work.ring is not None and len(work.heads) > 1:  # a kernel may want dense rows, and ask again for each block
             arrived = [x.contiguous() for x in arrived]
         q, out, dout, k, v = arrived
     else:
