@@ -15,8 +15,9 @@ whatever the placement:
 - in the forward pass of each microbatch all layers are gathered one after another, in the backward pass gathered again
   and reduced, on the links that exchanges between hosts also take; at its start every rank idles until the root and the
   first layer are gathered, at its end until the last layer and the root are reduced;
-- no microbatch is shorter than its gathers and reductions, so one of M lasts no longer than what the others leave: a
-  sequence that would last longer on some group must go to another;
+- no microbatch is shorter than its gathers and reductions, so one of M lasts no longer than what the others leave, and
+  all gathers and reductions leave the links of a group's members so much time for the exchanges of a sequence: one for
+  which either is too short on some group must go to another;
 - the rank with most of the longest sequence has at least that share of it, and in each layer its attention lasts as
   long as the sequence's own exchanges if they can hide each other, else as long as both, at the degree and as the kind
   where this is least among those it fits on.
@@ -135,7 +136,7 @@ def _least(work: _Work, places: _Places, most_s: float, cost: CostModel) -> tupl
     """
     num_ranks, layers, memory = cost.tree.num_ranks, cost.shape.num_layers, cost.memory
     free = num_ranks * (cost.memory_per_rank_bytes - memory.fixed)
-    split = places.within(most_s)
+    split = places.within(most_s, math.inf)
     if split is None:
         return math.inf, 1
     split_bytes, whole_bytes = (memory.attention_bytes_per_token(split=split) for split in (True, False))
@@ -152,7 +153,7 @@ def _least(work: _Work, places: _Places, most_s: float, cost: CostModel) -> tupl
     for number in range(least, least + max(1, work.num_sequences)):
         again = work.recomputed_s(number * free)
         others = (number - 1) * shortest
-        split = places.within(most_s - after - others - sum(idle))
+        split = places.within(most_s - after - others - sum(idle), most_s - after - number * (gathered + reduced))
         if split is None:
             break  # nor with more of them
         total = 0.0
@@ -257,12 +258,14 @@ class _Places:
             exchange in, attention and exchange out follow one another, whatever other groups do meanwhile; in slices or
             round a ring they may hide each other.
         exchange_s: Rank-seconds of its exchanges, as the kind with the least; by pass, then inside and across hosts.
+        links_s: Seconds that they take of each member's links, of the class that gathers take.
     """
 
     lengths: Floats
     fits: npt.NDArray[np.bool_]
     alone_s: Floats
     exchange_s: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
+    links_s: Floats
 
     @classmethod
     def of(cls, lengths: Floats, cost: CostModel) -> _Places:
@@ -294,11 +297,18 @@ class _Places:
                 for network in (False, True):
                     exchange_s[index][network][level] += degree * layers * min(sums[network]) * lengths
         fits |= ~fits.any(axis=0)
-        return cls(lengths, fits, alone_s, exchange_s)
+        degrees = np.array([[tree.degree(level)] for level in range(tree.num_levels)])
+        links_s = sum(of[comm.crosses_hosts] for of in exchange_s) / degrees
+        return cls(lengths, fits, alone_s, exchange_s, links_s)
 
-    def within(self, most_s: float) -> _Split | None:
-        """What must be split in a plan where no sequence alone lasts longer; None if one does on every group."""
-        allowed = self.fits & (self.alone_s <= most_s)
+    def within(self, most_s: float, most_links_s: float) -> _Split | None:
+        """What must be split in a plan where no sequence takes longer; None if one does on every group.
+
+        Args:
+            most_s: Of the ranks of its group.
+            most_links_s: Of their links, of the class that gathers take.
+        """
+        allowed = self.fits & (self.alone_s <= most_s) & (self.links_s <= most_links_s)
         if not allowed.any(axis=0).all():
             return None
         sums = [[float(np.where(allowed, s, np.inf).min(axis=0).sum()) for s in of] for of in self.exchange_s]
