@@ -32,6 +32,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 # What a turn costs depends on: level, ring degree, slices, keep.
 Chain = tuple[int, int, int, Keep]
+# Output and its gradient, of which the backward pass of PyTorch's own kernel makes dense rows.
+_DENSE = Payload(2, 0)
+# Queries, output, keys and values of all slices, each of which becomes one tensor.
+_SAVED = Payload(2, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,8 @@ class _Turns:
         """One turn of some groups.
 
         A ring's turns each see one block of keys: they pass it on, then compute with it. Backward, the turn of the last
-        block passes on the gradients of the one before, if there is one between. An all-to-all is packed before it is
-        issued, and unpacked in the turn that waited for it. A slice is attended to while the next is on the wire.
+        block passes on the gradients of the one before, if there is one between. A slice is attended to while the next
+        is on the wire.
         """
         number, level, last = turn.number, turn.level, len(self.exchanges)
         inner = self.degree // self.ring_degree
@@ -168,7 +172,6 @@ class _Turns:
         tokens = sizes.tokens[level][groups]
         before, after = np.zeros((len(groups), self.degree)), None
         if self.num_slices > 1 and last:
-            before = self._packed_s(tokens, number) + self._unpacked_s(tokens, number - 1)
             after = self._attention_s(level, groups, sizes) if 1 <= number <= self.num_slices else None
         elif number in around:
             attention = self._attention_s(level, groups, sizes)
@@ -179,11 +182,12 @@ class _Turns:
                 is_last = number - around.start == self.ring_degree - 1
                 passes_on = not is_last or (self.which is Pass.BACKWARD and self.ring_degree > 2)
                 before, after = (before, block) if passes_on else (block, None)
-        if last and inner > 1 and self.num_slices == 1:
-            if number < 2:
-                before = before + self._copy_s(tokens, self.payloads[0], at_heads=number == 1)
-            if number >= last - 1:
-                before = before + self._copy_s(tokens, self.payloads[1], at_heads=number == last - 1)
+        if last and inner > 1:
+            at_tokens, at_heads = self._sliced_copies(number) if self.num_slices > 1 else self._copies(number)
+            for payload in at_tokens:
+                before = before + self._copy_s(tokens, payload, at_heads=False)
+            for payload in at_heads:
+                before = before + self._copy_s(tokens, payload, at_heads=True)
         exchange = self.exchanges[number] if number < last else None
         num_groups, exchange_s = len(sizes.tokens[level]), None
         if exchange is not None:
@@ -201,14 +205,30 @@ class _Turns:
             network=exchange is not None and exchange.network,
         )
 
-    def _packed_s(self, tokens: Floats, number: int) -> Floats:
-        """What it takes to pack one exchange of slices: one slice that is brought, one that goes home."""
-        coming, leaving = self._of_slices(number)
-        return self._copy_s(tokens, coming, at_heads=False) + self._copy_s(tokens, leaving, at_heads=True)
+    def _copies(self, number: int) -> tuple[list[Payload], list[Payload]]:
+        """What a turn copies where the tokens are, and where the heads are; see `nestsp.attention.ulysses`."""
+        coming, leaving = self.payloads
+        last, kept = len(self.exchanges), self.which is Pass.BACKWARD and self.keep == "output"
+        at_tokens = [coming] * (number == 0) + [leaving] * (number == last)
+        at_heads = [leaving] * (number == last - 1 and leaving.kv > 0)
+        if kept and number == 1:
+            at_heads.append(_DENSE if self.ring_degree == 1 else coming)
+        return at_tokens, at_heads
 
-    def _unpacked_s(self, tokens: Floats, number: int) -> Floats:
+    def _sliced_copies(self, number: int) -> tuple[list[Payload], list[Payload]]:
+        """The same where heads are exchanged in slices; see `nestsp.attention.slices`."""
+        came, gone = self._of_slices(number - 1)
         coming, leaving = self._of_slices(number)
-        return self._copy_s(tokens, coming, at_heads=True) + self._copy_s(tokens, leaving, at_heads=False)
+        at_tokens, at_heads = [gone, coming], []
+        if came.query and gone.query:
+            at_heads.append(came)
+        if leaving.query and (coming.query or leaving.kv):
+            at_heads.append(leaving)
+        if self.which is Pass.BACKWARD and came.query:  # of what is saved where the heads are, only dout comes dense
+            at_heads.append(Payload((2 if self.keep == "output" else 1) / self.num_slices, 0))
+        if self.which is not Pass.BACKWARD and self.keep == "none" and number == len(self.exchanges):
+            at_heads.append(_SAVED)
+        return at_tokens, at_heads
 
     def _of_slices(self, number: int) -> tuple[Payload, Payload]:
         coming, leaving = self.payloads
@@ -228,7 +248,7 @@ class _Turns:
         return seconds
 
     def _copy_s(self, tokens: Floats, payload: Payload, *, at_heads: bool) -> Floats:
-        """Seconds of packing or unpacking one all-to-all; none if it carries nothing."""
+        """Seconds of one copy of what an all-to-all carries; none if it carries nothing."""
         if payload.query == payload.kv == 0:
             return np.zeros((len(tokens), self.degree))
         at_tokens_s, at_heads_s = _copies_s(payload, self.degree, self.ring_degree, self.cost)
@@ -245,7 +265,7 @@ def _of_all(values: Floats, groups: Ints, num_groups: int, other: float) -> Floa
 
 
 def _copies_s(payload: Payload, degree: int, ring_degree: int, cost: CostModel) -> tuple[float, Floats]:
-    """Seconds per token of the group's stream of packing or unpacking an all-to-all, at the tokens and at the heads."""
+    """Seconds per token of the group's stream to copy what an all-to-all carries, at the tokens and at the heads."""
     shape, s_per_element = cost.shape, cost.comm.element_bytes * cost.compute.copy_s
     at_tokens = (payload.query * shape.query_width + payload.kv * shape.kv_width) / degree
     at_heads = np.tile(member_widths(shape, payload, degree // ring_degree), ring_degree) / ring_degree

@@ -194,7 +194,8 @@ def _exercise(
 ) -> Iterator[Tensor]:
     """What a kernel gives for sequences on themselves; and, as in a ring, for the same queries on other keys as well.
 
-    Backward starts from the output and log-sum-exp of one and the same kernel, over all keys.
+    Backward starts from the output and log-sum-exp of one and the same kernel, over all keys. All rows have a stride,
+    as those have that were exchanged (`nestsp.attention.ulysses`).
     """
     generator = torch.Generator().manual_seed(0)
     own, other = Segments.of(_LENGTHS, device), Segments.of(_OTHER_LENGTHS, device)
@@ -204,14 +205,14 @@ def _exercise(
         return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(device, dtype)
 
     scale, num_queries = head_dim**-0.5, sum(_LENGTHS)
-    q, dout = draw(num_queries, 4), draw(num_queries, 4)
-    keys = [(draw(sum(mask.keys.lengths), 2), draw(sum(mask.keys.lengths), 2)) for mask in masks]
+    q, dout = draw(num_queries, 8).split(4, 1)
+    keys = [draw(sum(mask.keys.lengths), 4).split(2, 1) for mask in masks]
     for mask, (k, v) in zip(masks, keys, strict=True):
         yield from kernel.forward(q, k, v, mask, scale)
-    out, lse = merged.forward(q, *keys[0], masks[0], scale)
+    out, lse = merged.forward(q, keys[0][0], keys[0][1], masks[0], scale)
     total = wide(out).clone()
     for mask, (k, v) in zip(masks[1:], keys[1:], strict=True):
         merge_into(total, lse, slice(0, num_queries), *merged.forward(q, k, v, mask, scale))
-    out = total.to(dtype)
+    out, _ = torch.cat((total.to(dtype), dout), 1).split(4, 1)
     for mask, (k, v) in zip(masks, keys, strict=True):
         yield from kernel.backward(dout, q, k, v, out, lse, mask, scale)

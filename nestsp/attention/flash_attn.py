@@ -75,11 +75,11 @@ class FlashAttn2:
         dq, dk, dv = _like(q, k, v)
         left, right = _window_sides(self.window, mask)
         self.functions._flash_attn_varlen_backward(
-            dout.contiguous(),
+            _dense_heads(dout),
             q,
             k,
             v,
-            out.contiguous(),
+            _dense_heads(out),
             lse_NT.contiguous(),
             dq,
             dk,
@@ -156,11 +156,11 @@ class FlashAttn3:
         function = self.functions._flash_attn_backward
         dq, dk, dv = _like(q, k, v)
         function(
-            dout.contiguous(),
+            _dense_heads(dout),
             q,
             k,
             v,
-            out.contiguous(),
+            _dense_heads(out),
             lse_NT.contiguous(),
             mask.queries.cu_seqlens,
             mask.keys.cu_seqlens,
@@ -177,6 +177,11 @@ class FlashAttn3:
             softcap=self.softcap or 0.0,
         )
         return dq, dk, dv
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """A tensor as both kernels take it: numbers of a head one after another, any stride between rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:

@@ -57,8 +57,7 @@ def forward_phases(
     if kept is not None:  # no communication and no kernel: backward starts from the token layout
         return Attended(kept.out, Saved(q, k, v, kept.out, kept.lse))
     if work.slices:
-        out, at_heads = yield from sliced_forward(work, kernel, scale, q, k, v, sinks)
-        return Attended(out, Saved(q, k, v, out, at_heads.lse) if work.keep == "output" else at_heads)
+        return (yield from sliced_forward(work, kernel, scale, q, k, v, sinks))
     q_heads, k_heads, v_heads = yield from tokens_to_heads(work, (q,), (k, v))
     out_heads, lse = yield from around_forward(work, kernel, scale, q_heads, k_heads, v_heads)
     if sinks is not None:
@@ -97,7 +96,10 @@ def backward_phases(
         return (yield from sliced_backward(work, kernel, scale, num_kv_heads, saved, dout, sinks))
     q, k, v, out, lse = saved
     if work.keep == "output":  # all of it is where the tokens are, and comes to the heads now
-        q, out, dout, k, v = yield from tokens_to_heads(work, (q, out, dout), (k, v))
+        arrived = yield from tokens_to_heads(work, (q, out, dout), (k, v))
+        if work.ring is not None and len(work.heads) > 1:  # a kernel may want dense rows, and ask again for each block
+            arrived = [x.contiguous() for x in arrived]
+        q, out, dout, k, v = arrived
     else:
         (dout,) = yield from tokens_to_heads(work, (dout,), ())
     dsinks = None

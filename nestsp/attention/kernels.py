@@ -174,7 +174,8 @@ class CudaFlash:
     """The flash kernel that PyTorch ships for GPUs, one call for all sequences.
 
     bfloat16 and float16; head sizes that are multiples of 8, up to 256. It has windows, but no soft cap: `MathKernel`
-    runs under one.
+    runs under one. Rows may have a stride; backward makes those of the output and its gradient dense, as the operator
+    itself would.
     """
 
     name: ClassVar[str] = "flash (PyTorch, CUDA)"

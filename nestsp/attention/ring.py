@@ -128,7 +128,7 @@ def around_forward(
     arriving = meanwhile(work, partial(_pass_on, work, ring, 1, (), (k, v)), partial(see_own, k, v))
     for hop in range(1, ring.degree):
         yield arriving
-        k, v = arriving.finish()[_neighbour(work, -1)]
+        k, v = arriving.finish()
         compute = partial(see, ring.blocks[ring.place - hop], k, v)
         if hop < ring.degree - 1:
             arriving = meanwhile(work, partial(_pass_on, work, ring, hop + 1, (), (k, v)), compute)
@@ -177,7 +177,7 @@ def around_backward(
     following: tuple[Tensor, ...] = ()
     for hop in range(1, ring.degree):
         yield arriving
-        *behind, k, v = arriving.finish()[_neighbour(work, -1)]
+        *behind, k, v = arriving.finish()
         if behind:
             _add(following, behind)
         passed = following
@@ -191,10 +191,10 @@ def around_backward(
     dq, dk, dv = sums
     if ring.degree > 2:
         yield arriving
-        _add(following, arriving.finish()[_neighbour(work, -1)])
+        _add(following, arriving.finish())
     arriving = _pass_on(work, ring, ring.degree + 1, following, ())
     yield arriving
-    _add((dk, dv), arriving.finish()[_neighbour(work, -1)])
+    _add((dk, dv), arriving.finish())
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 

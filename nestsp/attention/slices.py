@@ -10,12 +10,14 @@ heads, in S + 2 communications:
    which all slices add.
 
 So of all that travels only the first slice and the last are waited for. The bytes are those of one piece
-(`nestsp.attention.ulysses`); the price is S - 1 more calls of the kernel, and as many latencies.
+(`nestsp.attention.ulysses`); the price is S - 1 more calls of the kernel, as many latencies, and copies where the heads
+are: in a communication that goes both ways (numbers 2 to S - 1), of the slice that comes and of the one that leaves;
+and of what is saved of all slices, to be one tensor each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from nestsp.attention.local import Kernel, attend, attend_backward
 from nestsp.attention.merge import merge_sinks, sink_gradients, wide
-from nestsp.attention.ulysses import Cargo, cut, from_heads, received, start, sum_heads, to_heads
-from nestsp.attention.work import GroupWork, Saved, meanwhile
+from nestsp.attention.ulysses import Cargo, apart, cut, from_heads, start, sum_heads, to_heads
+from nestsp.attention.work import Attended, GroupWork, Saved, meanwhile
 from nestsp.comm.exchange import Exchange
 from nestsp.shape import HeadShare
 
@@ -34,7 +36,7 @@ __all__ = ["sliced_backward", "sliced_forward"]
 
 def sliced_forward(
     work: GroupWork, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> Generator[Exchange, None, tuple[Tensor, Saved]]:
+) -> Generator[Exchange, None, Attended]:
     """Attention of a Ulysses group, forward. Yields each communication once, while it is on the wire.
 
     Args:
@@ -47,7 +49,7 @@ def sliced_forward(
         sinks: [N], scores of the attention sinks, if there are any.
 
     Returns:
-        out [num_rows, N, H]; and q, k, v, out and log-sum-exp in head layout.
+        out [num_rows, N, H], and what backward needs.
     """
     home = torch.empty_like(q, memory_format=torch.contiguous_format)
     kv_heads: list[Tensor] = []
@@ -56,26 +58,30 @@ def sliced_forward(
     def bring(number: int) -> Cargo:
         return to_heads(work, _shares(work, number), (q,), (k, v) if number == 0 else ())
 
-    def work_on(number: int, arrived: list[Tensor]) -> None:
-        kv_heads.extend(arrived[1:])
+    def work_on(number: int, stream: Tensor) -> None:
         mine = work.slices[number][work.place]
+        q_part, *keys_and_values = apart(stream, _shares(work, number)[work.place], 1, 2 if number == 0 else 0)
+        kv_heads.extend(keys_and_values)
         keys, values = (_of(x, work.mine.kv, mine.kv) for x in kv_heads)
-        out, lse = attend(kernel, arrived[0], keys, values, work.mask, scale, mine.kv_of_query)
+        out, lse = attend(kernel, q_part, keys, values, work.mask, scale, mine.kv_of_query)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks[cut(mine.query)])
-        done.append((arrived[0], out, lse))
+        done.append((q_part, out, lse))
 
     def send(number: int) -> Cargo:
         return from_heads(work, _shares(work, number), (done[number][1],), ())
 
-    def unload(number: int, arrived: list[list[Tensor]]) -> None:
-        for member, (part,) in zip(work.slices[number], arrived, strict=True):
+    def unload(number: int, arrived: Sequence[Tensor]) -> None:
+        for member, part in zip(work.slices[number], arrived, strict=True):
             home[:, cut(member.query)] = part
 
     yield from _pipeline(work, bring, work_on, send, unload)
-    q_heads, out_heads = (torch.cat([of_slice[which] for of_slice in done], 1) for which in (0, 1))
     lse = torch.cat([of_slice[2] for of_slice in done])
-    return home, Saved(q_heads, kv_heads[0], kv_heads[1], out_heads, lse)
+    if work.keep == "output":
+        return Attended(home, Saved(q, k, v, home, lse))
+    q_heads, out_heads = (torch.cat([of_slice[which] for of_slice in done], 1) for which in (0, 1))
+    k_heads, v_heads = (x.contiguous() for x in kv_heads)  # a view would keep the first slice's queries, too
+    return Attended(home, Saved(q_heads, k_heads, v_heads, out_heads, lse))
 
 
 def sliced_backward(
@@ -102,15 +108,16 @@ def sliced_backward(
             return to_heads(work, _shares(work, number), (dout,), ())
         return to_heads(work, _shares(work, number), (q, out, dout), (k, v) if number == 0 else ())
 
-    def work_on(number: int, arrived: list[Tensor]) -> None:
+    def work_on(number: int, stream: Tensor) -> None:
         mine = work.slices[number][work.place]
         if at_home:
+            arrived = apart(stream, _shares(work, number)[work.place], 3, 2 if number == 0 else 0)
             q_part, out_part, dout_part, *keys_and_values = arrived
             kv_heads.extend(keys_and_values)
         else:
-            (dout_part,) = arrived
+            dout_part = stream
             q_part, out_part = (_of(x, work.mine.query, mine.query) for x in (q, out))
-        lse_part = _of(lse.T, work.mine.query, mine.query).T
+        lse_part = lse[_rows(work.mine.query, mine.query)]
         if not kv_grads:
             kv_grads.extend(wide(torch.zeros_like(x)) for x in kv_heads)
         if dsinks is not None and sinks is not None:
@@ -128,11 +135,11 @@ def sliced_backward(
         grads = [grad.to(dout.dtype) for grad in kv_grads] if last else []
         return from_heads(work, _shares(work, number), (q_grads[number],), grads)
 
-    def unload(number: int, arrived: list[list[Tensor]]) -> None:
-        for member, (part, *_) in zip(work.slices[number], arrived, strict=True):
+    def unload(number: int, arrived: Sequence[Tensor]) -> None:
+        num_tensors = 3 if number == len(work.slices) - 1 else 1
+        for member, part in zip(work.slices[number], arrived[::num_tensors], strict=True):
             dq[:, cut(member.query)] = part
-        columns = list(zip(*arrived, strict=True))
-        dkv.extend(sum_heads(work, column, num_kv_heads) for column in columns[1:])
+        dkv.extend(sum_heads(work, arrived[which::num_tensors], num_kv_heads) for which in range(1, num_tensors))
 
     yield from _pipeline(work, bring, work_on, send, unload)
     dk, dv = dkv
@@ -142,24 +149,28 @@ def sliced_backward(
 def _pipeline(
     work: GroupWork,
     bring: Callable[[int], Cargo],
-    work_on: Callable[[int, list[Tensor]], None],
+    work_on: Callable[[int, Tensor], None],
     send: Callable[[int], Cargo],
-    unload: Callable[[int, list[list[Tensor]]], None],
+    unload: Callable[[int, Sequence[Tensor]], None],
 ) -> Generator[Exchange, None, None]:
     """Bring each slice, work on it while the next one is brought, and send what it gave in the communication after."""
     num_slices = len(work.slices)
-    arrived: list[Tensor] = []
+    stream: Tensor | None = None  # of the slice that came last
     for number in range(num_slices + 2):
         leaving = [send(number - 2)] if number >= 2 else []
         coming = [bring(number)] if number < num_slices else []
         issue = partial(start, work, *leaving, *coming)
-        exchange = meanwhile(work, issue, partial(work_on, number - 1, arrived)) if arrived else issue()
+        exchange = issue() if stream is None else meanwhile(work, issue, partial(work_on, number - 1, stream))
         yield exchange
-        tensors = received(work, exchange)
-        num_home = len(leaving[0].shapes[0]) if leaving else 0
+        arrived = exchange.finish()
+        stream = None
+        if leaving and coming:  # by turns, a piece of each; those of the slice that comes are not yet one stream
+            arrived, pieces = arrived[::2], arrived[1::2]
+            stream = torch.cat(pieces)
+        elif coming:
+            (stream,) = arrived
         if leaving:
-            unload(number - 2, [of_member[:num_home] for of_member in tensors])
-        arrived = [torch.cat(parts) for parts in zip(*(of_member[num_home:] for of_member in tensors), strict=True)]
+            unload(number - 2, arrived)
 
 
 def _shares(work: GroupWork, number: int) -> list[HeadShare]:
@@ -172,5 +183,5 @@ def _rows(whole: range, part: range) -> slice:
 
 
 def _of(x: Tensor, whole: range, part: range) -> Tensor:
-    """Some heads of [T, heads, ...], in a layout of their own: kernels are not asked whether they take another one."""
-    return x[:, _rows(whole, part)].contiguous()
+    """Some heads of [T, heads, H]."""
+    return x[:, _rows(whole, part)]

@@ -10,6 +10,7 @@ know: a layer's first call puts them there, its second takes them, and after bac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -207,9 +208,7 @@ class _Driver:
         self.forward = self.inputs = None
         self.kept = {}
         saved = tuple(done[level].saved for level in sorted(done))
-        if self.saves_long:
-            saved = tuple(Saved(*(_alone(tensor) for tensor in group)) for group in saved)
-        return out, saved
+        return out, tuple(map(_alone, saved)) if self.saves_long else saved
 
     def start_backward(self, saved: Sequence[Saved], dout: Tensor) -> None:
         work = self.context.groups
@@ -296,9 +295,17 @@ class _Run(Generic[Result]):
             self.gathers.took(self.layer, self.which, self.place)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it would keep a larger one alive."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _alone(saved: Saved) -> Saved:
+    """What a group saves, with copies of those tensors that would keep memory alive that holds something else, too."""
+    used: Counter[int] = Counter()
+    for x in {(x.data_ptr(), x.nbytes): x for x in saved}.values():  # each memory once
+        used[x.untyped_storage().data_ptr()] += x.nbytes
+
+    def alone(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        return x if storage.nbytes() == used[storage.data_ptr()] else x.clone()
+
+    return Saved(*map(alone, saved))
 
 
 class _Start(torch.autograd.Function):

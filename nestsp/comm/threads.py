@@ -62,7 +62,7 @@ class _ThreadGroup:
         self, received: Tensor, sent: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], options: Any
     ) -> _Work:
         for target, part in zip(self._ranks, sent.split(list(in_sizes)), strict=True):
-            self._mail.queue(self._level, self._rank, target).put(part)  # the sender's buffer is not used again
+            self._mail.queue(self._level, self._rank, target).put(part)  # nobody writes to a sender's buffer again
         arriving = [self._mail.queue(self._level, source, self._rank) for source in self._ranks]
         return _Work(arriving, received.split(list(out_sizes)))
 

@@ -274,12 +274,13 @@ def recorded(executor: Executor, plan: Plan) -> Iterator[Log]:
     executor.kernel.calls = log.kernel
     gather_unit = vars(_fsdp_param_group)["foreach_all_gather"]
 
-    def start(link: Link, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> Exchange:
+    def start(
+        link: Link, sent: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], shapes: Sequence[Shape]
+    ) -> Exchange:
         level, first = names[id(link)]
         log.issued.append((level, first))
-        others = [member for number, member in enumerate(parts) if number != executor.rank - first]
-        log.sent_bytes.append(sum(tensor.numel() * tensor.element_size() for member in others for tensor in member))
-        return start_exchange(link, parts, shapes)
+        log.sent_bytes.append((sum(in_sizes) - in_sizes[executor.rank - first]) * sent.element_size())
+        return start_exchange(link, sent, in_sizes, out_sizes, shapes)
 
     def send(link: Link, target: int, tensors: Sequence[Tensor], source: int, shapes: Sequence[Shape]) -> Exchange:
         log.issued.append(names[id(link)])

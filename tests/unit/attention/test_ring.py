@@ -34,10 +34,10 @@ class Mail:
         self.sent.append([tensor.clone() for tensor in tensors])
 
         class Arriving:
-            def finish(self) -> dict[int, list[Tensor]]:
-                came = mails[source].sent[number]
+            def finish(self) -> list[Tensor]:
+                came: list[Tensor] = mails[source].sent[number]
                 assert [tuple(tensor.shape) for tensor in came] == [tuple(shape) for shape in shapes]
-                return {source: came}
+                return came
 
         return Arriving()
 

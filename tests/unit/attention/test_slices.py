@@ -17,6 +17,7 @@ from nestsp.attention.kernels import CpuFlash
 from nestsp.attention.local import Kernel, Segments
 from nestsp.attention.work import GroupWork, Kept
 from nestsp.cluster import share_sizes
+from nestsp.comm.exchange import pieces
 from nestsp.plan import Keep
 from nestsp.shape import head_shares, head_slices
 
@@ -32,17 +33,17 @@ class Mail:
         self.degree, self.member = degree, member
         self.sent, self.mails = list[Any](), list[Mail]()
 
-    def start_exchange(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Any]]) -> Any:
+    def start_exchange(
+        self, sent: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], shapes: Sequence[Any]
+    ) -> Any:
         number, mails, member = len(self.sent), self.mails, self.member
-        assert len({tensor.dtype for part in parts for tensor in part}) == 1
-        self.sent.append([[tensor.clone() for tensor in part] for part in parts])
+        self.sent.append(sent.clone().split(list(in_sizes)))
 
         class Arriving:
-            def finish(self) -> list[list[Tensor]]:
-                came: list[list[Tensor]] = [mail.sent[number][member] for mail in mails]
-                for tensors, announced in zip(came, shapes, strict=True):
-                    assert [tuple(tensor.shape) for tensor in tensors] == [tuple(shape) for shape in announced]
-                return came
+            def finish(self) -> list[Tensor]:
+                came = [mail.sent[number][member] for mail in mails]
+                assert list(map(len, came)) == list(out_sizes)
+                return pieces(torch.cat(came), shapes)
 
         return Arriving()
 

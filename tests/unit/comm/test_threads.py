@@ -22,10 +22,11 @@ def test_an_exchange_brings_each_member_what_was_meant_for_it() -> None:
         for link, place, offset in ((links[0], rank, 0.0), (links[1], rank % 2, 0.5)):
             members = range(link.degree)
             first = rank - place
-            parts = [[torch.full((to + place,), 10.0 * rank + (first + to) + offset)] for to in members]
-            shapes = [[(place + source,)] for source in members]
-            found.append((start_exchange(link, parts, shapes), start_exchange(link, parts, shapes)))
-        return [[tensor.sum().item() for (tensor,) in exchange.finish()] for pair in found for exchange in pair]
+            sizes = [place + other for other in members]
+            sent = torch.cat([torch.full((to + place,), 10.0 * rank + (first + to) + offset) for to in members])
+            shapes = [(size,) for size in sizes]
+            found.append([start_exchange(link, sent, sizes, sizes, shapes) for _ in range(2)])
+        return [[tensor.sum().item() for tensor in exchange.finish()] for pair in found for exchange in pair]
 
     for rank, sums in enumerate(run_as_threads(GroupTree((2, 2)), work)):
         whole = [(rank + source) * (10.0 * source + rank) for source in range(4)]
@@ -39,7 +40,7 @@ def test_passes_go_round() -> None:
         mine, seen = torch.full((2,), float(rank), dtype=torch.float64), []
         for _ in range(2):
             passing = start_pass(links[0], (rank + 1) % 3, (mine,), (rank - 1) % 3, [(2,)])
-            (mine,) = passing.finish()[(rank - 1) % 3]
+            (mine,) = passing.finish()
             seen.append(mine[0].item())
         return seen
 
@@ -54,8 +55,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it() -> None:
         if rank == 1:
             time.sleep(0.2)  # the others wait by then
             raise ValueError("the second rank")
-        parts = [[torch.zeros(1)] for _ in range(3)]
-        start_exchange(links[0], parts, [[(1,)]] * 3).finish()
+        start_exchange(links[0], torch.zeros(3), (1, 1, 1), (1, 1, 1), [(3,)]).finish()
 
     with pytest.raises(ValueError, match="the second rank"):
         run_as_threads(GroupTree((3,)), work)
