@@ -20,7 +20,7 @@
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
 a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch; 10 to 30 ms for each of up to 62
-plans of refinement on 64 ranks.
+plans of refinement on 64 ranks, at most about half of the step that is planned.
 """
 
 from __future__ import annotations
@@ -75,14 +75,17 @@ _LEAST_FINALISTS = 2
 # A plan whose slowest ranks work for less of its time is not refined, if it takes hardly longer than its gathers.
 _MOST = 0.85
 _LONGER = 1.1
-# Plans that are tried in refinement at most, times ranks squared, and at least; half of them may be of other kinds or
-# from further guesses, one for so many tries, which gives so many plans at most. So many of the best ones are balanced,
-# and the best of all in so many more rounds while it gains.
-_MOST_TRIES = 62
+# Plans that are tried in refinement: times ranks squared, at most, and at least; half of them may be of other kinds or
+# from further guesses, each of which gives so many. Trying one takes about so many seconds, and a number for each rank,
+# and all of it no more than this part of the step that is planned. So many of the best plans are balanced, and the best
+# of all in so many more rounds while it gains.
 _TRIES = 1_000_000
+_MOST_TRIES = 62
 _LEAST_TRIES = 3
-_TRIES_A_GUESS = 6
 _A_GUESS = 2
+_TRY_S = 5e-3
+_TRY_S_A_RANK = 3.5e-4
+_PART = 0.5
 _STARTED = 3
 _ROUNDS = 2
 _GAIN = 1e-3
@@ -137,13 +140,15 @@ class NestedGroups:
             finalists.append(self.ground.as_any_kind(plan) if beyond_heads else plan)
         return finalists
 
-    @property
-    def _num_tries(self) -> int:
-        return max(_LEAST_TRIES, min(_MOST_TRIES, _TRIES // self.ground.tree.num_ranks**2))
+    def _num_tries(self, makespan_s: float) -> int:
+        """How many plans may be tried to refine one that lasts so long."""
+        num_ranks = self.ground.tree.num_ranks
+        in_time = int(_PART * makespan_s / (_TRY_S + _TRY_S_A_RANK * num_ranks))
+        return max(_LEAST_TRIES, min(_MOST_TRIES, _TRIES // num_ranks**2, in_time))
 
     def _further(self, batch: SequenceBatch) -> Iterator[Plan]:
-        """More finalists, of any kind, not finished; searched for when the first one is asked for."""
-        for guess in self.ground.more_guesses[: self._num_tries // _TRIES_A_GUESS]:
+        """More finalists, of any kind, not finished; each guess is searched with when its first is asked for."""
+        for guess in self.ground.more_guesses:
             yield from map(self.ground.as_any_kind, self._finalists(batch, (guess,), _A_GUESS))
 
     def _refined(self, tried: list[Tried], further: Iterable[Plan]) -> Tried | None:
@@ -159,10 +164,11 @@ class NestedGroups:
         plain = self.ground.judged(fitting[0][0])
         if not self._worth_refining(*plain):
             return plain
-        tries = iter(range(self._num_tries))
+        num_tries = self._num_tries(plain[1].makespan_s)
+        tries = iter(range(num_tries))
         placed = [plan for plan, _ in fitting]
         others = itertools.chain(map(self.ground.as_any_kind, placed), further, map(self.ground.in_slices, placed))
-        half = itertools.islice(tries, self._num_tries // 2)
+        half = itertools.islice(tries, num_tries // 2)
         started = fitting + [self._tried(plan) for _, plan in zip(half, others, strict=False)]
         started = sorted(started, key=_makespan)[:_STARTED]
         plan, verdict = min((self._balanced(*each, tries) for each in started), key=_makespan)
