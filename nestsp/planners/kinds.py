@@ -9,8 +9,8 @@ it computes each block while the next one travels, but in shorter calls. A hybri
 2. *Together.* What recomputation keeps is decided anew, and the whole plan is judged: other groups may hide what a kind
    would spare. The plan of Ulysses groups stays unless the other one is faster.
 
-The search for placements knows Ulysses in one piece alone, so a plan is never slower for the choice. Price: a
-simulation or two.
+Planners place Ulysses groups in one piece; `nsp` chooses kinds itself as well. A plan is never slower for the choice.
+Price: a simulation or two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose_kinds(judged: Judged, ground: Ground, cost: CostModel, wanted: Attent
     """The plan with the kinds that a run wants.
 
     Args:
-        judged: A finished plan of Ulysses groups in one piece.
+        judged: A finished plan.
         ground: Finishes and judges plans.
         cost: What everything costs.
         wanted: ``auto`` for whatever is faster, else one for all groups; where a group has no such kind, Ulysses.

@@ -15,12 +15,12 @@
    counted whole, in part or not at all; the best of those in turn gets its gathers placed and is balanced again, and is
    tried root first. All of it by rough verdicts: what comes out counts if it is faster when judged in full.
 5. *Others.* So are the plans of every single level, BASP and greedy disjoint groups, but for those that provably end
-   later: it is never slower than any of them.
+   later: it is never slower than any of them as Ulysses in one piece.
 
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
 a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch; 10 to 30 ms for each of up to 62
-plans of refinement on 64 ranks, at most about half of the step that is planned.
+plans of refinement on 64 ranks, in one microbatch, and at most about half of the step that is planned.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ _LEAST_FINALISTS = 2
 _MOST = 0.85
 _LONGER = 1.1
 # Plans that are tried in refinement: times ranks squared, at most, and at least; half of them may be of other kinds or
-# from further guesses, each of which gives so many. Trying one takes about so many seconds, and a number for each rank,
-# and all of it no more than this part of the step that is planned. So many of the best plans are balanced, and the best
-# of all in so many more rounds while it gains.
+# from further guesses, each of which gives so many. Trying one takes about so many seconds a microbatch, and more for
+# each rank; all of it takes at most this part of the step that is planned. So many of the best plans are balanced,
+# and the best of all in so many more rounds while it gains.
 _TRIES = 1_000_000
 _MOST_TRIES = 62
 _LEAST_TRIES = 3
@@ -140,10 +140,10 @@ class NestedGroups:
             finalists.append(self.ground.as_any_kind(plan) if beyond_heads else plan)
         return finalists
 
-    def _num_tries(self, makespan_s: float) -> int:
+    def _num_tries(self, plan: Plan, makespan_s: float) -> int:
         """How many plans may be tried to refine one that lasts so long."""
         num_ranks = self.ground.tree.num_ranks
-        in_time = int(_PART * makespan_s / (_TRY_S + _TRY_S_A_RANK * num_ranks))
+        in_time = int(_PART * makespan_s / len(plan.microbatches) / (_TRY_S + _TRY_S_A_RANK * num_ranks))
         return max(_LEAST_TRIES, min(_MOST_TRIES, _TRIES // num_ranks**2, in_time))
 
     def _further(self, batch: SequenceBatch) -> Iterator[Plan]:
@@ -164,7 +164,7 @@ class NestedGroups:
         plain = self.ground.judged(fitting[0][0])
         if not self._worth_refining(*plain):
             return plain
-        num_tries = self._num_tries(plain[1].makespan_s)
+        num_tries = self._num_tries(plain[0], plain[1].makespan_s)
         tries = iter(range(num_tries))
         placed = [plan for plan, _ in fitting]
         others = itertools.chain(map(self.ground.as_any_kind, placed), further, map(self.ground.in_slices, placed))
