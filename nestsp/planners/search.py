@@ -20,7 +20,7 @@
 The idea of planning nested groups for every batch is that of Wang et al., arXiv:2609.22755. Ours differs in the search,
 in hard memory limits, in recomputation chosen with the placement, and in trees that are not powers of two. Price: about
 a millisecond for a packing of 512 sequences on 64 ranks, a dozen of them for a batch; 10 to 30 ms for each of up to 62
-plans of refinement on 64 ranks, in one microbatch, and at most about half of the step that is planned.
+plans of refinement on 64 ranks, in one microbatch, fewer where the step that is planned is short.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _LEAST_TRIES = 3
 _A_GUESS = 2
 _TRY_S = 5e-3
 _TRY_S_A_RANK = 3.5e-4
-_PART = 0.5
+_PART = 0.4
 _STARTED = 3
 _ROUNDS = 2
 _GAIN = 1e-3
