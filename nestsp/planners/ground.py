@@ -57,7 +57,7 @@ class Prices:
             time for each byte, go where there is more time than room, so that ranks end with more equal tokens.
         most_part: What part of a microbatch's time one sequence may take of its ranks, unless these are all.
         num_whole: So many of the longest sequences go to all ranks.
-        least_part: What part of all ranks those sequences get at least that fit into no group inside a host.
+        wide_part: What part of all ranks those sequences get at least that fit into no group inside a host.
     """
 
     linear_s: tuple[float, ...]
@@ -67,7 +67,7 @@ class Prices:
     room_s: float = 0.0
     most_part: float = 1.0
     num_whole: int = 0
-    least_part: float = 0.0
+    wide_part: float = 0.0
 
     def seconds(self, lengths: Floats) -> Floats:
         """float64 [levels, sequences], what each sequence adds to each rank of a group of each level."""
@@ -350,7 +350,7 @@ def cost_ground(cost: CostModel, *, streaming: bool = True, rings: bool = True) 
             prices(1, head=True, exposed=0.5, room=1.5),
             prices(1, head=False, exposed=0.2, most_part=0.7),
             prices(2, head=True, exposed=0.3, num_whole=1),
-            prices(1, head=False, exposed=0.2, room=2.0, least_part=0.25),
+            prices(1, head=False, exposed=0.2, room=2.0, wide_part=0.25),
         ),
         whole=prices(2, head=True, exposed=1.0, kept=False),
         floor=prices(1, head=True, exposed=1.0, kept=False, shares=shares),

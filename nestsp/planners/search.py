@@ -268,7 +268,7 @@ class _Search:
             num_bytes[: ground.num_crossing, small] = np.inf
         num_bytes[1:, longest_first(batch)[: guess.num_whole]] = np.inf
         for_no_host = ~(num_bytes[ground.num_crossing :] <= ground.free_bytes).any(axis=0)
-        num_bytes[np.ix_(ground.degrees[:, 0] < guess.least_part * ground.tree.num_ranks, for_no_host)] = np.inf
+        num_bytes[np.ix_(ground.degrees[:, 0] < guess.wide_part * ground.tree.num_ranks, for_no_host)] = np.inf
         degrees = np.array(static_degrees(ground.tree), float)[:, None]
         work = np.where(num_bytes <= ground.free_bytes, seconds * degrees / ground.tree.num_ranks, np.inf)
         prices = seconds.tolist(), num_bytes.tolist()
